@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
@@ -263,7 +264,10 @@ def waits(where: Where) -> None:
     alone: dict[str, float] = {}
     for method in ("local", "felo", "fedtype", "fedgems", "pfedbayes"):
         config = settings_of(where, method, rounds=2)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        # Clients train in threads of the server, which PyTorch otherwise ignores.
+        threads = _ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=activities, experimental_config=threads) as profiler:
             finished(config, where.folder / f"waits-{method}")
         calls = {event.key: event.count for event in profiler.key_averages()}
         steps = sum(count for name, count in calls.items() if name.startswith("Optimizer.step#"))

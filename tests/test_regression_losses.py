@@ -614,7 +614,7 @@ def test_regressors_are_those_of_scikit_learn():
         columns = [make().fit(features, y[:, k].double().numpy()).predict(features) for k in (0, 1)]
         np.testing.assert_allclose(model(x), np.column_stack(columns), rtol=2e-3, atol=2e-3)
         assert model(x).dtype == torch.float32
-        model.fit_later(x, -y)
+        model.fit_later(lambda: (x, -y))
         assert ((model(x) + y) ** 2).mean() < ((model(x) - y) ** 2).mean()
 
 

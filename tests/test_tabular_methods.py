@@ -80,7 +80,7 @@ def test_the_pool_is_the_methods():
 def test_a_method_of_one_model_has_one_for_tables_without_saying_so():
     spec = find_method("um-pfssl").spec
     assert replace(spec, models={}).pool(TABLE) == ("mlp",)
-    assert replace(spec, models={}, any_model=True).pool(TABLE) == ("mlp",)
+    assert replace(spec, models={}, any_model="loss").pool(TABLE) == ("mlp",)
     assert replace(spec, one_model=False, models={}).pool(TABLE) == ("mlp", "mlp2", "mlp3")
 
 

@@ -118,7 +118,7 @@ def mutual_loss(
 
 def has_label(labels: Tensor) -> Tensor:
     """Return the mask [N] of the samples with at least one label [N, K] that is not missing."""
-    return ~labels.isnan().reshape(len(labels), -1).all(1)
+    return ~labels.isnan().all(1)
 
 
 MIN_TASK_LOSS = 1e-3

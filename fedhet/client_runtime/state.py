@@ -133,7 +133,7 @@ class ClientState:
         self._place()
         for model in self.models.values():
             if isinstance(model, Refitted) and self.participations:
-                model.fit_later(*self._training_set())
+                model.fit_later(self._training_set)
         self._version = version
 
     @contextlib.contextmanager

@@ -145,7 +145,7 @@ class HetClient(NumPyClient):
         Returns:
             The models by kind, including the kind "private".
         """
-        if not self.config.method.spec.any_model:
+        if self.config.method.spec.any_model not in self.task.properties:
             return {"private": self.build_model(getattr(self.settings, "feature_dim", None))}
         info, seed = self.info, self.run.seed
         model = build_any(

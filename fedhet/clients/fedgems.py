@@ -12,10 +12,10 @@ from fedhet.base.arrays import Array
 from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split
+from fedhet.data.spec import Split, concatenate
 from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
 from fedhet.methods.fedgems import FedGemsSettings, selection_for
-from fedhet.models import HetModel
+from fedhet.models import HetModel, Refitted
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
 
@@ -41,18 +41,32 @@ class FedGemsClient(HetClient):
         paper's first step (Section 3.2).
         """
         self._store_logits(knowledge)
-        model = self.network.train()
-        optimizing = self.optimization(model.parameters())
-        if "logits" in self.state.tensors:
-            self._distill(model, optimizing, round)
-        generator = self.generator(round, "batches")
-        loss_of = SupervisedLoss(model, self.task.loss())
-        self.train_own(loss_of, self.private, optimizing, generator)
+        generator, model = self.generator(round, "batches"), self.models["private"]
+        if isinstance(model, Refitted):
+            self.fit_private(generator)
+        else:
+            optimizing = self.optimization(self.network.train().parameters())
+            if "logits" in self.state.tensors:
+                self._distill(self.network, optimizing, round)
+            loss_of = SupervisedLoss(model, self.task.loss())
+            self.train_own(loss_of, self.private, optimizing, generator)
         rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
         if not len(rows):
             return Knowledge({"logits": np.zeros((0, self.info.classes), np.float32)})
         logits = logits_of(model, self.public.x[rows], self.compute)
         return Knowledge({"logits": logits.cpu().numpy()})
+
+    def training_set(self) -> tuple[Tensor, Tensor]:
+        """Return the client's data and, for a regressor without gradients, the public data.
+
+        The targets of the public data are weighted means of labels and server outputs. They have
+        the same minimizer as Eq. 6 with squared errors (not in the paper).
+        """
+        teacher, epsilon = self.state.tensors.get("logits"), self.settings.epsilon
+        if teacher is None or not isinstance(self.models["private"], Refitted):
+            return self.x, self.y
+        targets = epsilon * self.public.y + (1 - epsilon) * teacher
+        return concatenate(self.x, self.public.x), torch.cat([self.y, targets])
 
     def _store_logits(self, knowledge: Knowledge) -> None:
         """Store the server's logits [N, C]. The message may contain only the rows that changed."""

@@ -11,14 +11,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedhet.algorithms import ScoreKind
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split
+from fedhet.data.spec import Split, concatenate
 from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
 from fedhet.methods.fedmd import ConsensusSettings
+from fedhet.models import Refitted
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
+
+ROWS, TARGETS = "rows", "targets"
+"""Names of the stored public samples [R] and targets [R, K] of a regressor without gradients."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +64,55 @@ class FedMdClient(HetClient):
         If `public-epochs` is set, a client's first round starts with transfer learning on the
         labeled public data.
         """
+        exchanged = self.settings.exchanged_in(self.task)
+        if isinstance(self.private, Refitted):
+            self._refit(round, knowledge, exchanged)
+        else:
+            self._train_network(round, knowledge, exchanged)
+        logits = logits_of(
+            self.models["private"], self._public_images(knowledge, "asked"), self.compute
+        )
+        scores = logits.softmax(1) if exchanged == "probabilities" else logits
+        return Knowledge({exchanged: scores.cpu().numpy()})
+
+    def training_set(self) -> tuple[Tensor, Tensor]:
+        """Return the client's data and, for a regressor without gradients, its public targets."""
+        stored = self.state.tensors
+        if TARGETS not in stored:
+            return self.x, self.y
+        x = concatenate(self.x, self.public.x[stored[ROWS]])
+        return x, torch.cat([self.y, stored[TARGETS]])
+
+    def _refit(self, round: int, knowledge: Knowledge, exchanged: ScoreKind) -> None:
+        """Fit a regressor to the client's data and the consensus at once (not in the paper).
+
+        A refitted model forgets its previous fit, so "Digest" and "Revisit" cannot follow each
+        other. Before the first consensus, the labels of the public data take its place if
+        `public-epochs` is set.
+        """
+        device, stored = self.compute.device, self.state.tensors
+        if exchanged in knowledge.tensors:
+            rows = knowledge.tensors["rows"].astype("int64")
+            stored[ROWS] = torch.from_numpy(rows).to(device)
+            stored[TARGETS] = torch.tensor(knowledge.tensors[exchanged], device=device)
+        elif self.state.participations == 0 and self.settings.public_epochs:
+            stored[ROWS] = torch.arange(len(self.public), device=device)
+            stored[TARGETS] = self.public.y
+        self.fit_private(self.generator(round, "batches"))
+
+    def _train_network(self, round: int, knowledge: Knowledge, exchanged: ScoreKind) -> None:
+        """Train on the labeled public data (in the first round), the consensus, and own data."""
         optimizing = self.optimization(self.network.train().parameters())
         if self.state.participations == 0 and self.settings.public_epochs:
             x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
             loss_of = SupervisedLoss(self.network, self.task.loss())
             generator = self.generator(round, "labels")
             self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
-        exchanged, consensus = self.settings.exchanged_in(self.task), None
+        consensus = None
         if exchanged in knowledge.tensors:  # The fields are absent before the first replies.
             scores = torch.tensor(knowledge.tensors[exchanged], device=self.compute.device)
             consensus = Consensus(self._public_images(knowledge, "rows"), scores)
         self.learn(round, consensus, optimizing)
-        logits = logits_of(self.network, self._public_images(knowledge, "asked"), self.compute)
-        scores = logits.softmax(1) if exchanged == "probabilities" else logits
-        return Knowledge({exchanged: scores.cpu().numpy()})
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
         """Train on the consensus ("Digest"), if it exists, and on the client's data."""

@@ -352,8 +352,11 @@ def _check_training_and_pool(config: Config) -> None:
         how = "exchanges the weights" if spec.one_model else "cuts submodels from one model"
         raise invalid_setting("models.pool", pool, "one model for all clients", f"{name} {how}")
     for model in pool:
-        if model in models.WITHOUT_GRADIENTS and not spec.any_model:
-            able = ", ".join(m for m, each in all_methods()[0].items() if each.spec.any_model)
+        if model in models.WITHOUT_GRADIENTS and spec.any_model not in task.properties:
+            specs = {m: each.spec for m, each in all_methods()[0].items()}
+            able = ", ".join(
+                m for m, s in specs.items() if {s.any_model, s.needs_task} <= task.properties
+            )
             problem = f"models without gradients, such as {model}, are supported only by {able}"
             raise invalid_setting("models.pool", pool, f"neural networks with {name}", problem)
 
@@ -390,7 +393,7 @@ def check(config: Config, store: RunData | None = None) -> None:
         expected = f"0 or {count}, the number of {task.noun} of {run.data.dataset}"
         raise invalid_setting("models.num-classes", run.models.num_classes, expected)
     augmentation(run.training.augment, KINDS[kind], shape)
-    any_model = spec.any_model and task.any_model
+    any_model = spec.any_model in task.properties and task.any_model
     for name in dict.fromkeys(run.models.pool):
         models.check(name, kind, shape, classes, any_model=any_model)
         info = ClientInfo("", name, 0, classes, kind, shape, task=task.name)

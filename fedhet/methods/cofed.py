@@ -103,7 +103,7 @@ SPEC = MethodSpec(
     settings=CofedSettings,
     kinds=("private", "local"),
     needs_public=True,
-    any_model=True,
+    any_model="loss",
     robustness="nothing is averaged, and a vote needs a fraction 'cofed.threshold' of the clients",
     instructions=Contract(
         (

@@ -92,6 +92,7 @@ SPEC = MethodSpec(
     headline="common",
     needs_task="loss",
     with_classes={"tolerance": (0.25,)},
+    any_model="regression",
     settings=FedGemsSettings,
     needs_public=True,
     model_settings={"server_model": "large_model"},

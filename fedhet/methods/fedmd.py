@@ -140,6 +140,7 @@ SPEC = MethodSpec(
     needs_task="loss",
     without_classes={"loss": ("mae", "mse")},
     settings=FedMdSettings,
+    any_model="regression",
     needs_public=True,
     learns_last=True,
     defenses=ROBUST,

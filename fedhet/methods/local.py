@@ -8,7 +8,7 @@ SPEC = MethodSpec(
     needs_task="loss",
     headline="common",
     late="averaged",
-    any_model=True,
+    any_model="loss",
     privacy=Protection("DP-SGD; clients send only scores on a shared test set"),
     sums=Sums(unsupported="clients send nothing"),
 )

@@ -203,8 +203,9 @@ class MethodSpec:
     model_settings: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)
     """Fields of the method's settings that name a model. The value selects the default model of the
     data kind: its `model` or its `large_model`."""
-    any_model: bool = False
-    """Whether clients may have models without gradients, because only `fit_private` trains them."""
+    any_model: str = ""
+    """Property that a task must have so that clients may have models without gradients, as in
+    `needs_task`; "" if no task permits them. Only `fit_private` trains such models."""
     large_messages: bool = False
     """Whether messages are large and differ between clients, e.g. whole models.
 
@@ -241,7 +242,7 @@ class MethodSpec:
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
-        require(self, needs_task=str, only_tasks=str)
+        require(self, needs_task=str, only_tasks=str, any_model=str)
         require(self, with_classes=Mapping, without_classes=Mapping)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
@@ -288,8 +289,9 @@ class MethodSpec:
         """Return the default pool of models for a kind of data and a task."""
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
             return (one,)
-        any_model = self.any_model and find_task(task).has_distribution
-        return (kind.pool_of_any if any_model else ()) or kind.pool
+        known = find_task(task)()
+        has_any = known.has_distribution and self.any_model in known.properties
+        return (kind.pool_of_any if has_any else ()) or kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
         """Return the default models of `model_settings` for a kind of data."""

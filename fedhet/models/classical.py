@@ -97,7 +97,7 @@ class Refitted(nn.Module):
         self._make = make
         self._seed = seed
         self._fitted: Classifier | int | None = None
-        self._pending: tuple[Tensor, Tensor] | None = None
+        self._pending: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     def fit(self, x: Tensor, y: Tensor) -> None:
         """Fit a new classifier to x [N, ...] and y [N]. Raises ModelError if this fails."""
@@ -113,9 +113,9 @@ class Refitted(nn.Module):
             classifier.fit(_flat(x), labels)
         self._fitted = classifier
 
-    def fit_later(self, x: Tensor, y: Tensor) -> None:
-        """Defer fitting to x and y until the next prediction."""
-        self._pending = (x, y)
+    def fit_later(self, training_set: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Defer fitting to the x and y that `training_set` returns until the next prediction."""
+        self._pending = training_set
 
     def predict(self, x: Tensor) -> Tensor:
         """Return the predicted classes [N] for x [N, ...].
@@ -123,7 +123,7 @@ class Refitted(nn.Module):
         Raises ModelError if a predicted class is invalid.
         """
         if self._pending is not None:
-            self.fit(*self._pending)
+            self.fit(*self._pending())
         if self._fitted is None:
             # Predict class 0, because the model is untrained before its first round.
             return torch.zeros(len(x), dtype=torch.int64, device=x.device)
@@ -218,9 +218,10 @@ class RefittedRegressor(Refitted):
     def forward(self, x: Tensor) -> Tensor:
         """Return predictions [N, K]. Raises ModelError if a prediction is not a number."""
         if self._pending is not None:
-            self.fit(*self._pending)
+            self.fit(*self._pending())
         values = np.zeros((len(x), self.classes), np.float32)
-        for target, regressor in enumerate(self._regressors):
+        # Regressors of scikit-learn reject empty arrays.
+        for target, regressor in enumerate(self._regressors if len(x) else ()):
             with self._using_estimator("cannot predict"):
                 values[:, target] = np.asarray(regressor.predict(_flat(x))).reshape(len(x))
         return torch.from_numpy(values).to(x.device)
