@@ -30,6 +30,7 @@ from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema, labeled_split, read_schema
 from fedhet.data.tasks import MultiLabel, task_of
+from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export
 from fedhet.learning.devices import CPU
@@ -37,6 +38,8 @@ from fedhet.learning.training import SupervisedLoss, optimization_for
 from fedhet.methods.registry import all_methods
 from fedhet.models import evaluate_model
 from fedhet.privacy import sgd
+from fedhet.report import comparison, tables
+from fedhet.report.run import load_run
 
 TASK, LABELS = MultiLabel(), ("heart", "lung", "bone")
 METHODS = (
@@ -356,11 +359,51 @@ def test_scores_are_those_of_scikit_learn_over_present_labels():
     assert found == pytest.approx(expected)
 
 
-def test_the_headline_has_a_value_even_if_no_label_is_scored():
+def test_a_split_on_which_no_label_can_be_scored_has_no_scores():
     truth = np.zeros((5, 2))
     found = measure(NAMES, Predictions(truth, truth, truth))
-    assert found == {"macro-auc": 0.5, "scored-labels": 0.0}
+    assert found == {"scored-labels": 0.0}
+    model, split = torch.nn.Linear(4, 2), Split(torch.randn(5, 4), torch.tensor([[0.0, 1.0]] * 5))
+    score = evaluate_model(model, split, CPU, NAMES, TASK)
+    assert score.metrics == {}
+    assert math.isnan(score.majority)
+    assert score.loss > 0
     assert metric_of("label-auc.3").title == "AUC of label 3"
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """Run three sites; at the third site, no sample has any label."""
+    root = tmp_path_factory.mktemp("healthy")
+    x, y = drawn(90)
+    y[60:] = 0.0
+    path = write(root / "a.csv", x, y)
+    first, *rows = path.read_text().splitlines()
+    sites = [f"{row},{'pqr'[number // 30]}" for number, row in enumerate(rows)]
+    path.write_text("\n".join([f"{first},site", *sites]) + "\n")
+    changes = {"data.by": "site", "rounds": 8, "early-stopping": 2, "keep-best": True,
+               "training.lr": 1e-12}  # fmt: skip
+    summary = run(config("fedavg", path, **changes), root / "run")
+    return root / "run", summary
+
+
+def test_a_site_that_cannot_be_scored_is_excluded_from_the_means(healthy):
+    directory, summary = healthy
+    for record in records(directory):
+        score = record["metrics"]["macro-auc"]["personal"]["private"]
+        values = [score["per_client"][name] for name in ("client-0", "client-1")]
+        assert score["mean"] == pytest.approx(np.mean(values))
+        assert (*score["per_client"],) == ("client-0", "client-1")
+        assert (*record["majority"]["personal"],) == ("client-0", "client-1")
+    final = summary["metrics"]["macro-auc"]["personal"]["private"]
+    assert final["clients"] == 2
+    assert "NaN" not in (directory / "summary.json").read_text()
+    assert len(records(directory)) == 4  # One more round after two without improvement.
+    shown = tables.client_cells(load_run(directory))
+    assert [row[-1].text for row in zip(*shown.columns.values(), strict=True)][2] == "—"
+    assert not Result(load_run(directory)).to_frame()["client"].eq("client-2").any()
+    compared = comparison.compare([directory])
+    assert compared.groups[0].score(("personal", "private")).mean == pytest.approx(final["mean"])
 
 
 def test_a_model_is_scored_by_its_sigmoids_and_undefined_outputs_are_wrong():

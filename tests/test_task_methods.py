@@ -821,13 +821,13 @@ def test_settings_for_classes_are_refused(table, setting, value, expected):
 
 def test_a_method_is_shown_with_its_tasks():
     shown = {name: tasks(find_method(name)) for name in ("fedavg", "fml", "cofed", "ds-fl")}
-    assert shown["fedavg"] == "Tasks (`data.task`): classification, regression, multi-label."
+    assert shown["fedavg"] == "Tasks (`data.task`): all."
     assert shown["fml"] == shown["fedavg"]
     assert shown["cofed"] == (
         "Tasks (`data.task`): classification; no other task, because its clients vote on classes."
     )
-    required = "requires ds-fl.loss=mse or mae, ds-fl.aggregation=sa, ds-fl.temperature=0.1"
-    assert shown["ds-fl"].endswith(f"; regression {required}; multi-label {required}.")
+    required = "require ds-fl.loss=mse or mae, ds-fl.aggregation=sa, ds-fl.temperature=0.1"
+    assert shown["ds-fl"].endswith(f"all; tasks without classes {required}.")
 
 
 def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):

@@ -38,12 +38,14 @@ from fedhet.learning.training import SupervisedLoss, optimization_for
 from fedhet.methods.registry import all_methods, find_method, method_names
 from fedhet.models import evaluate_model
 from fedhet.privacy import sgd
-from fedhet.report.tables import baseline_line
+from fedhet.report.page import render_run
+from fedhet.report.tables import baseline_line, client_cells
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, read_measures
-from fedhet.runs.progress import Progress
+from fedhet.runs.progress import Progress, read_status
 from fedhet.runs.records import RoundRecord, Score
 from fedhet.runs.storage import Checkpoints
+from fedhet.runs.units import difference, score
 from fedhet.wire.identity import ClientInfo, read_properties
 
 FEATURES, LENGTH = load_diabetes(return_X_y=True, scaled=False)
@@ -690,6 +692,93 @@ def test_a_client_with_another_task_is_refused():
         read_properties({**info.properties(), "task": "classification"}, "node")
 
 
+# --- units and advice -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.000"), (1.23456e-6, "1.235e-06"), (0.0123456, "0.01235"), (2.0, "2.000"),
+        (58.3749, "58.37"), (999.949, "999.9"), (999.96, "1000"), (1234567.8, "1234568"),
+        (2e15, "2.000e+15"), (math.nan, "—"),
+    ],
+)  # fmt: skip
+def test_scores_with_a_unit_have_four_significant_digits(value, text):
+    assert (score(value, "rmse"), score(value, "mae.1")) == (text, text)
+    assert difference(value, "rmse") == (text if text == "—" else f"+{text}")
+    assert difference(-value, "mae") == (text if text == "—" else f"-{text}")
+    plain = "—" if math.isnan(value) else f"{value:.4f}"
+    assert score(value) == score(value, "r2") == score(value, "macro-auc") == plain
+
+
+def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
+    path = write(tmp_path / "a.csv", values=LENGTH * 1e-9)
+    summary = run(on_table("local", path, rounds=1), tmp_path / "run")
+    expected = summary["metrics"]["rmse"]["personal"]["private"]
+    cells = client_cells(report.load_run(tmp_path / "run"))
+    shown = [cell.text for cell in cells.columns["personal private"]]
+    assert [*map(float, shown)] == pytest.approx([*expected["per_client"].values()], rel=6e-4)
+    assert min(map(float, shown)) > 0
+    assert float(cells.foot[0][-3]) == pytest.approx(expected["mean"], rel=6e-4)
+    status = read_status(tmp_path / "run")
+    assert f"mean RMSE {expected['mean']:#.4g}" in status.description
+    page = render_run(report.load_run(tmp_path / "run"))
+    assert f'<div class="number">{expected["mean"]:#.4g}</div>' in page
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "fault", "fix"),
+    [
+        (["1.5"] * 30 + [""], {}, "column 'stay': the target is missing. Remove the row.", None),
+        (["1.5"] * 30 + ["x"], {}, "Correct such values, or remove their rows.", None),
+        (["NA"] * 31, {}, "no values found. Set data.target to another column.", None),
+        (["0", "1", "yes", "no"] * 9, {}, "Set data.task to classification if",
+         {"task": "classification", "categories": ("stay",)}),
+        (["0", "1", "yes", "no"] * 9, {"task": "auto"}, "name the column in data.categories",
+         {"categories": ("stay",)}),
+        ([f'"{k},125"' for k in range(1, 31)], {}, "Set data.decimal to comma or point",
+         {"decimal": "point"}),
+        ([f'"{k},5"' for k in range(1, 31)], {"task": "auto"}, "Set data.task to regression",
+         {"task": "regression"}),
+        ([f'"{k}"' for k in range(30)] * 2, {"task": "auto"}, "or to classification",
+         {"task": "classification"}),
+    ],
+)  # fmt: skip
+def test_the_advice_for_a_target_column_leads_to_a_dataset(tmp_path, values, changes, fault, fix):
+    lines = [f"{k / 7:.3f},{value}" for k, value in enumerate(values)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,stay", *lines]) + "\n")
+    given = spec(dataset=f"table:{tmp_path / 'a.csv'}").replace(**changes)
+    with pytest.raises(DataError) as error:
+        _ = RunData(given).dataset
+    assert fault in str(error.value)
+    assert "leave" not in str(error.value)
+    if fix:
+        assert len(RunData(given.replace(**fix)).dataset.train) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("labels", "task", "fault"),
+    [
+        (["0", "1"], "auto", r"<U1 \[20\]. Convert the labels, e.g. with numpy.unique"),
+        (["0", "1"], "regression", r"<U1 \[20\]. Convert the texts to numbers."),
+        ([0.0, 1.0], "auto", "to regression to predict numbers, or convert classes to integers"),
+    ],
+)
+def test_labels_of_arrays_in_another_type_are_converted_as_advised(tmp_path, labels, task, fault):
+    y = np.array(labels * 10)
+    arrays = {"x": np.random.default_rng(0).random((20, 3)), "y": y}
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        np.savez(tmp_path / part / "0.npz", **arrays)
+    given = DataSpec(dataset=f"npz:{tmp_path}", task=task)
+    with pytest.raises(DataError, match=fault):
+        _ = RunData(given).dataset
+    numbers = y.astype(float) if task == "regression" else np.unique(y, return_inverse=True)[1]
+    for part in ("train", "test"):
+        np.savez(tmp_path / part / "0.npz", x=arrays["x"], y=numbers)
+    assert len(RunData(given).dataset.train) > 0
+
+
 # --- tasks of other packages ----------------------------------------------------------------------
 
 
@@ -720,6 +809,7 @@ def test_the_properties_of_a_new_task_decide_which_methods_support_it(
     hooks = dict.fromkeys(tasks.Task.__abstractmethods__)
     members = {"name": "new", "metrics": ("accuracy",), **hooks, **properties}
     monkeypatch.setitem(tasks.TASKS, "new", type("New", (tasks.Task,), members))
+    find_task.cache_clear()
     for name in method_names():
         values = {"method": name, "data.dataset": "table:a.csv", "data.task": "new"}
         if name not in able:

@@ -48,11 +48,20 @@ class Predictions:
     numbers."""
     intervals: Array | None = None
     """Lower and upper end of the predicted intervals, of shape [N, K, 2], or None."""
+    deviations: Array | None = None
+    """Deviations [K] of several target columns, by which `errors` is divided, because the columns
+    may have different units; None = not divided."""
 
     @property
     def present(self) -> Array:
         """Classes with test samples, in ascending order."""
         return np.unique(self.truth)
+
+    @property
+    def errors(self) -> Array:
+        """Errors of the predicted targets, of shape [N, K]."""
+        errors: Array = self.truth - self.predicted
+        return errors if self.deviations is None else errors / self.deviations
 
     def target(self, column: int) -> Predictions:
         """Return the predictions of a single target column."""
@@ -118,13 +127,12 @@ def calibration_error(predictions: Predictions) -> float:
 
 def rmse(predictions: Predictions) -> float:
     """Return the root mean squared error, averaged over the target columns."""
-    errors = predictions.truth - predictions.predicted
-    return float(np.sqrt((errors**2).mean(0)).mean())
+    return min(float(np.sqrt((predictions.errors**2).mean(0)).mean()), MAX_ERROR)
 
 
 def mae(predictions: Predictions) -> float:
     """Return the mean absolute error, averaged over the target columns."""
-    return float(np.abs(predictions.truth - predictions.predicted).mean())
+    return min(float(np.abs(predictions.errors).mean()), MAX_ERROR)
 
 
 def r2(predictions: Predictions) -> float | None:
@@ -195,15 +203,6 @@ def mean_over_labels(predictions: Predictions, score: LabelScore) -> float | Non
     return float(np.mean(list(scores.values()))) if scores else None
 
 
-def macro_auc(predictions: Predictions) -> float:
-    """Return the mean AUC of the labels, or 0.5 (random ranking) if no label has an AUC.
-
-    The headline metric of a task must always have a value.
-    """
-    mean = mean_over_labels(predictions, label_auc)
-    return 0.5 if mean is None else mean
-
-
 def micro_auc(predictions: Predictions) -> float | None:
     """Return the AUC over all present labels of all samples, or None if it is undefined."""
     present = ~np.isnan(predictions.truth)
@@ -226,6 +225,8 @@ class Metric:
     min_positive: float = 0.0
     """Smallest valid value above 0."""
     lower_is_better: bool = False
+    has_unit: bool = False
+    """Whether values have the unit of a target, and thus any magnitude."""
     task: str = CLASSIFICATION
     """Name of the task whose predictions the metric scores."""
     by_class: bool = False
@@ -236,7 +237,7 @@ class Metric:
     @property
     def noun(self) -> str:
         """Noun for a model's outputs: "class", "label", or "target"."""
-        return {MULTI_LABEL: "label", REGRESSION: "target"}.get(self.task, "class")
+        return "target" if self.by_target else "label" if self.task == MULTI_LABEL else "class"
 
     @property
     def is_fraction(self) -> bool:
@@ -261,16 +262,18 @@ METRICS = {
         Metric("calibration-error", "calibration error", calibration_error, lower_is_better=True),
         Metric("recall", "recall", recalls, by_class=True),
         Metric(
-            RMSE, "RMSE", rmse, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION,
-            by_target=True,
+            RMSE, "RMSE", rmse, highest=MAX_ERROR, lower_is_better=True, has_unit=True,
+            task=REGRESSION, by_target=True,
         ),
         Metric(
-            "mae", "MAE", mae, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION,
-            by_target=True,
+            "mae", "MAE", mae, highest=MAX_ERROR, lower_is_better=True, has_unit=True,
+            task=REGRESSION, by_target=True,
         ),
         Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION, by_target=True),
         Metric(COVERAGE, "coverage", coverage, task=REGRESSION, by_target=True),
-        Metric(MACRO_AUC, "macro AUC", macro_auc, task=MULTI_LABEL),
+        Metric(
+            MACRO_AUC, "macro AUC", partial(mean_over_labels, score=label_auc), task=MULTI_LABEL
+        ),
         Metric("micro-auc", "micro AUC", micro_auc, task=MULTI_LABEL),
         Metric("f1", "F1", partial(mean_over_labels, score=label_f1), task=MULTI_LABEL),
         Metric(

@@ -305,7 +305,14 @@ def status_command(
     say(f"{status.title or 'a run'} in {directory}")
     say(status.description)
     rows = [
-        (c.name, c.model, c.state, score(c.accuracy), human_seconds(c.seconds), c.line)
+        (
+            c.name,
+            c.model,
+            c.state,
+            score(c.accuracy, status.metric_name),
+            human_seconds(c.seconds),
+            c.line,
+        )
         for c in status.clients
     ]
     headers = ("client", "model", "state", status.metric, "time", "last reply")

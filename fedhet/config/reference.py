@@ -280,9 +280,9 @@ def tasks(method: Method) -> str:
     losses = " or ".join(
         dict.fromkeys(loss for t in spec.tasks for loss in spec.losses(TASKS[t]()))
     )
-    parts = [", ".join(spec.tasks)]
+    parts = ["all"]
     if spec.needs_task != LOSS:
-        parts.append(f"no other task, because {spec.only_tasks}")
+        parts = [", ".join(spec.tasks), f"no other task, because {spec.only_tasks}"]
     if spec.needs_task == LIKELIHOOD:
         parts.append(f"data.loss must be {losses}")
     for needs, which in ((spec.with_classes, "with"), (spec.without_classes, "without")):

@@ -58,9 +58,10 @@ def array_cells(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: 
             number of columns differs from the number of names.
     """
     if y.ndim not in (1, 2) or y.dtype.kind not in "biuf" or 0 in y.shape[1:]:
+        hint = ". Convert the texts to numbers." if y.dtype.kind in "US" else ""
         raise DataError(
             f"{where}: with data.task = {spec.task!r}, y must be numbers [N] or [N, K], got "
-            f"{y.dtype} {list(y.shape)}"
+            f"{y.dtype} {list(y.shape)}{hint}"
         )
     numbers = y.reshape(len(y), -1).astype(np.float64)
     count = numbers.shape[1]

@@ -37,6 +37,7 @@ from fedhet.data.spec import DataSpec, Split, check_max_bytes
 from fedhet.data.tasks import CLASSIFICATION, MAX_CLASSES, Task, find_task, target_names
 from fedhet.data.values import (
     MAX_NUMBER,
+    MISSING_TARGET,
     Distinct,
     Reading,
     UnclearError,
@@ -283,6 +284,8 @@ def infer_column(
             f"{cells.path}: target column {name!r}: expected numbers, got values of type "
             f"{reading.kind}. Set data.task to classification if they are classes."
         )
+    if target and (absent := np.flatnonzero(reading.missing)).size:
+        raise cells.fault(name, values.row(int(absent[0])), MISSING_TARGET)
     if len(reading.words) > MAX_CATEGORIES:
         raise DataError(
             f"{where}: expected at most {MAX_CATEGORIES} categories, got {len(reading.words)} "

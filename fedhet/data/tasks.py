@@ -39,6 +39,7 @@ from fedhet.base.metrics import (
     measure,
 )
 from fedhet.data.values import (
+    MISSING_TARGET,
     Distinct,
     Words,
     class_words,
@@ -208,6 +209,7 @@ class Task(ABC):
     ) -> Evaluation:
         """Evaluate a model on a split with at least one sample, and compute `metrics`.
 
+        The result has no metrics if the headline metric is undefined on the split.
         For a model without gradients, `probabilities` maps inputs to class probabilities.
         """
 
@@ -408,7 +410,7 @@ class Regression(Task):
                 text = values.texts[invalid]
                 fault = f"{text!r} is not a number, expected the notation of the other targets"
                 if is_missing(text, schema.missing) or is_missing_number(text):
-                    fault = "the target is missing"
+                    fault = MISSING_TARGET
                 raise cells.fault(column.name, values.row(invalid), fault)
             encoded[:, place] = ((numbers - column.mean) / column.deviation)[values.codes]
         return torch.from_numpy(encoded)
@@ -550,10 +552,13 @@ class Regression(Task):
         if self.quantiles:
             intervals = predicted[..., [0, -1]] if len(self.quantiles) > 1 else None
             predicted = self.point(predicted)
-        scores = measure(metrics, Predictions(truth, predicted, intervals=intervals))
-        constant = np.broadcast_to(truth.mean(0), truth.shape)
-        baseline = measure([RMSE], Predictions(truth, constant))[RMSE]
-        return Evaluation(math.nan, loss, scores, baseline)
+        has_several = truth.shape[1] > 1 and self.deviations
+        deviations = np.array(self.deviations) if has_several else None
+        made = partial(Predictions, truth, deviations=deviations)
+        scores = measure(metrics, made(predicted, intervals=intervals))
+        headline = self.metrics[0]
+        baseline = measure([headline], made(np.broadcast_to(truth.mean(0), truth.shape)))
+        return Evaluation(math.nan, loss, scores, baseline.get(headline, math.nan))
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
         """Group the samples into tenths by the first target, in ascending order."""
@@ -705,19 +710,23 @@ class MultiLabel(Task):
         metrics: Sequence[str],
         probabilities: Callable[[Tensor], Tensor] | None = None,
     ) -> Evaluation:
-        """Compute the loss and `metrics`. A probability of NaN counts as a wrong prediction."""
+        """Compute the loss and `metrics`. A probability of NaN counts as a wrong prediction.
+
+        Without a label that has positive and negative samples, the result has no metrics.
+        """
         from fedhet.learning.training import Evaluation, logits_of
 
         outputs, truth = logits_of(model, split.x, compute), split.y.double().cpu().numpy()
         loss = float(self.loss()(outputs, split.y.to(outputs.device)))
         likely = self.decode(outputs.double()).cpu().numpy()
         likely = np.where(np.isnan(likely), 1 - np.nan_to_num(truth), likely)
-        scores = measure(metrics, self._predictions(truth, likely))
-        present = ~np.isnan(truth)
+        present, headline = ~np.isnan(truth), self.metrics[0]
         fractions = np.nansum(truth, 0) / present.sum(0).clip(1)
         constant = self._predictions(truth, np.broadcast_to(fractions, truth.shape))
-        headline = self.metrics[0]
-        return Evaluation(math.nan, loss, scores, measure([headline], constant)[headline])
+        if not (baseline := measure([headline], constant)):
+            return Evaluation(math.nan, loss)
+        scores = measure(metrics, self._predictions(truth, likely))
+        return Evaluation(math.nan, loss, scores, baseline[headline])
 
     @staticmethod
     def _predictions(truth: Array, likely: Array) -> Predictions:

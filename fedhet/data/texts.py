@@ -299,10 +299,9 @@ def _read_texts_with_targets(
             raise cells.fault(", ".join(spec.text_column), empty[0], "the text is missing")
         return Split(tokenize(texts, spec, cells.path), task.encode(schema, cells))
 
-    owned = rows.owners()
     return Dataset(
         spec.dataset, split(rows), split(read_table(test, spec)) if test else None, schema.outputs,
-        kind=TEXT.name, shape=text_sample_shape(spec), **owned, schema=schema, task=task,
+        kind=TEXT.name, shape=text_sample_shape(spec), **rows.owners(), schema=schema, task=task,
     )  # fmt: skip
 
 

@@ -557,6 +557,7 @@ FEATURE_ADVICE = (
     "data.categories if its values are words."
 )
 """Advice for a feature column that mixes numbers and words."""
+MISSING_TARGET = "the target is missing. Remove the row."
 TARGET_ADVICE = (
     ". Correct such values, or remove their rows. If the values are classes, set data.task to "
     "classification."
@@ -628,6 +629,8 @@ def recognize(
             error = UnclearError(fault, places[int(odd.argmax())])
     if error is not None:
         raise error
+    if target:
+        return Reading("category", missing, "words")
     spelled = merge_spellings(
         [texts[place] for place in present], counts[present].tolist(), exact=words
     )

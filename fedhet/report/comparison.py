@@ -466,7 +466,7 @@ def choose_target(
         if not 0 < target <= 100:
             raise SettingsError(f"target: must be a fraction or a percentage, got {target!r}")
         target = target / 100 if target > 1 else target
-    return target, percent(target) if metric.is_fraction else score(target), basis
+    return target, percent(target) if metric.is_fraction else score(target, metric.name), basis
 
 
 def choose_columns(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from fedhet.report.tables import (
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
+    difference,
     human_bytes,
     human_number,
     human_seconds,
@@ -124,11 +125,11 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
     groups, metric = comparison.groups, comparison.metric
     spreads = [(group.label, group.score(comparison.headline)) for group in groups]
     (label, best), *following = [(name, spread) for name, spread in spreads if spread.n]
-    hero = {"std over seeds": score(best.std)} if best.n > 1 else {}
+    hero = {"std over seeds": score(best.std, metric.name)} if best.n > 1 else {}
     worse, last = ("above", "highest") if metric.lower_is_better else ("below", "lowest")
     shown = [*following[:1], *following[1:][-1:]]
     for name, (other, spread) in zip(["next", last], shown, strict=False):
-        hero[name] = f"{other}, {abs(best.mean - spread.mean):.4f} {worse}"
+        hero[name] = f"{other}, {score(abs(best.mean - spread.mean), metric.name)} {worse}"
     protocol, kind = comparison.headline
     of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
     # Omit empty columns, and the dataset if all groups have the same dataset.
@@ -148,7 +149,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         comparison=comparison,
         groups=groups,
         datasets=sorted({group.dataset for group in groups}),
-        hero={"value": score(best.mean), "description": of, **hero},
+        hero={"value": score(best.mean, metric.name), "description": of, **hero},
         table=Cells(kept, words=sum(header in ("run", "dataset") for header in kept)),
         paired=paired_cells(comparison),
         paired_basis=paired_legend(comparison),
@@ -229,11 +230,12 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
 
 def comparison_cells(comparison: Comparison) -> Cells:
     """Build the table of a comparison, with one row per group."""
-    groups, headline = comparison.groups, comparison.headline
+    groups, headline, metric = comparison.groups, comparison.headline, comparison.metric.name
     names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
 
-    def accuracies(spreads: Iterable[Spread]) -> list[Cell]:
-        return [Cell(plus_minus(each.mean, each.std), each.mean) for each in spreads]
+    def accuracies(spreads: Sequence[Spread]) -> list[Cell]:
+        texts = (plus_minus(each.mean, each.std, metric=metric) for each in spreads)
+        return [Cell(text, each.mean) for text, each in zip(texts, spreads, strict=True)]
 
     def totals(cost: str, shown: Callable[[float], str]) -> list[Cell]:
         return [mean_cell(group.total(cost), shown) for group in groups]
@@ -248,9 +250,9 @@ def comparison_cells(comparison: Comparison) -> Cells:
         "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
     }
     for column in comparison.columns:
-        columns[" ".join(column)] = accuracies(group.score(column) for group in groups)
-    columns["tail"] = accuracies(group.tail(headline) for group in groups)
-    columns["worst client"] = accuracies(group.worst(headline) for group in groups)
+        columns[" ".join(column)] = accuracies([group.score(column) for group in groups])
+    columns["tail"] = accuracies([group.tail(headline) for group in groups])
+    columns["worst client"] = accuracies([group.worst(headline) for group in groups])
     if any(group.total("epsilon").n for group in groups):
         columns["epsilon"] = totals("epsilon", score)
     columns["bytes up"] = totals("bytes_up", human_bytes)
@@ -267,13 +269,17 @@ def comparison_cells(comparison: Comparison) -> Cells:
 
 def paired_cells(comparison: Comparison) -> Cells | None:
     """Build the table of paired differences; return None if no pair has two shared seeds."""
-    pairs = comparison.pairs
+    pairs, metric = comparison.pairs, comparison.metric.name
     if all(pair.fault for pair in pairs):
         return None
 
     def differences(values: Sequence[tuple[Difference, str]]) -> list[Cell]:
         return [
-            Cell(f"{d.mean:+.4f} ± {d.se:.4f}{f' {MARK}' if d.is_clear else ''}", d.mean)
+            Cell(
+                f"{difference(d.mean, metric)} ± {score(d.se, metric)}"
+                f"{f' {MARK}' if d.is_clear else ''}",
+                d.mean,
+            )
             if d.n > 1
             else Cell(absent, NAN)
             for d, absent in values
@@ -402,6 +408,7 @@ def _names(comparison: Comparison, width: int = 40) -> list[str]:
 def _by_round(ax: Axes, comparison: Comparison) -> None:
     rounds = _draw(ax, comparison, lambda group: group.curve(comparison.headline))
     ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
+    style.panel(ax, unit=style.unit_of(comparison.metric))
     band = "; band: ± std over seeds" if comparison.has_seeds else ""
     protocol, kind = comparison.headline
     title = f"{comparison.title}: {kind} model, {TEST_SETS.get(protocol, protocol)}"
@@ -420,7 +427,7 @@ def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
         ax.set_xlim(left=0)
     if cost == "clock":
         style.ticks(ax, style.in_hours, "x")
-    style.panel(ax, mode="point", xUnit=unit)
+    style.panel(ax, mode="point", unit=style.unit_of(comparison.metric), xUnit=unit)
     ax.set_xlabel(label)
     style.set_title(ax, f"{comparison.title} by {words}{_best(comparison)}")
 
@@ -470,7 +477,7 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
             style.record(ax, group.label, pd.Series(float(row), means), name, seeds)
         ax.scatter(spread.mean, row, color=color, marker=mark, s=52, zorder=3)
         style.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
-    style.panel(ax, mode="point", unit="none", xUnit="score")
+    style.panel(ax, mode="point", unit="none", xUnit=style.unit_of(comparison.metric))
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_yticks(range(len(names)), _names(comparison, 30))
     ax.tick_params(axis="y", labelcolor=style.INK)

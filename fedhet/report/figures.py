@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -17,11 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
 from fedhet.base.disk import Folder
-from fedhet.base.metrics import metric_of
+from fedhet.base.metrics import ACCURACY, Metric, metric_of
 from fedhet.report import style
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import GAP, HEIGHT, WIDTH, Drawing
-from fedhet.runs.units import human_bytes, human_seconds, plural
+from fedhet.runs.units import human_bytes, human_seconds, plural, score
 
 MAX_BARS = 50
 """Maximum number of bars; in longer runs, each bar is the mean over several rounds."""
@@ -69,12 +70,12 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
         grid = figure.subplots(1, len(protocols), squeeze=False)
         for ax, protocol in zip(grid[0], protocols, strict=True):
             for kind in run.kinds(protocol):
-                _curve(ax, run.curve(protocol, kind), kind, metric.lowest, metric.highest)
+                _curve(ax, run.curve(protocol, kind), kind, metric)
             if run.baseline and run.baseline_column:
                 mean = run.baseline.curve(protocol, run.baseline_column[1])["mean"]
                 if not mean.empty:
                     name, look = run.baseline.method, {"size": 2, **style.DOTTED}
-                    label = f"{name}{GAP}{mean.iloc[-1]:.3f}"
+                    label = f"{name}{GAP}{score(mean.iloc[-1], run.metric, 3)}"
                     style.line(ax, mean, style.OTHER_COLOR, series=name, label=label, **look)
             note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
             whose = "each client's" if protocol == "personal" else "the"
@@ -86,7 +87,7 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
                 ax.set_ylim(max(low - pad, -0.01), min(high + pad, 1.01))
 
     last = [
-        f"{' '.join(column)} {run.last(*column).mean:.3f}"
+        f"{' '.join(column)} {score(run.last(*column).mean, run.metric, 3)}"
         for column in run.columns
         if column[0] in protocols
     ]
@@ -99,16 +100,16 @@ def _capitalized(title: str) -> str:
     return f"{title[0].upper()}{title[1:]}"
 
 
-def _curve(
-    ax: Axes, curve: pd.DataFrame, kind: str, lowest: float = 0.0, highest: float = 1.0
-) -> None:
+def _curve(ax: Axes, curve: pd.DataFrame, kind: str, metric: Metric) -> None:
     if curve.empty:
         return
+    style.panel(ax, unit=style.unit_of(metric))
     color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
     mean, worst = curve["mean"], curve["worst"]
-    low = (mean - curve["std"]).clip(lowest, highest)
-    high = (mean + curve["std"]).clip(lowest, highest)
-    style.line(ax, mean, color, series=kind, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
+    low = (mean - curve["std"]).clip(metric.lowest, metric.highest)
+    high = (mean + curve["std"]).clip(metric.lowest, metric.highest)
+    label = f"{kind}{GAP}{score(mean.iloc[-1], metric.name, 3)}"
+    style.line(ax, mean, color, series=kind, label=label)
     if not np.allclose(worst, mean, equal_nan=True):
         look = {"size": 2, "alpha": 0.85, **style.DASHED}
         style.line(ax, worst, color, series=kind, name=f"{kind}, worst", **look)
@@ -234,13 +235,14 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
             means = run.curve(run.headline, kind)["mean"]
             curve = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
             color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
-            style.line(ax, curve, color, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
+            entry = f"{kind}{GAP}{score(means.iloc[-1], run.metric, 3)}"
+            style.line(ax, curve, color, series=kind, label=entry)
         ax.set_xlim(left=0)
         ax.legend()
         style.ticks(ax)
         if cost == "clock":
             style.ticks(ax, style.in_hours, "x")
-        style.panel(ax, mode="point", xUnit=unit)
+        style.panel(ax, mode="point", unit=style.unit_of(metric_of(run.metric)), xUnit=unit)
         where = TEST_SETS.get(run.headline, run.headline)
         style.set_title(ax, f"{_capitalized(run.metric_title)} by {words}: {where}")
         ax.set_xlabel(label)
@@ -254,8 +256,8 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
     def draw(ax: Axes, title: str) -> None:
         view = dict(views)[title]
         for kind in view.kinds(view.headline):
-            lowest = metric_of(view.metric).lowest
-            _curve(ax, view.curve(view.headline, kind), kind, lowest, math.inf)
+            metric = replace(metric_of(view.metric), highest=math.inf)
+            _curve(ax, view.curve(view.headline, kind), kind, metric)
         where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
         style.over_rounds(ax, view.costs.index, f"{_capitalized(title)}{where}")
 
@@ -349,11 +351,11 @@ def _last_accuracies(run: Run) -> Drawing | None:
     scores = _by_model(run, run.last(protocol, kind).per_client)
     if scores.empty:
         return None
-    title = f"Clients: {kind} model, {TEST_SETS.get(protocol, protocol)}"
+    title, metric = f"Clients: {kind} model, {TEST_SETS.get(protocol, protocol)}", run.metric
     if len(scores) <= MAX_NAMED:
-        draw = partial(_rows, scores=scores, title=title, metric=run.metric_title)
+        draw = partial(_rows, scores=scores, title=title, metric=metric)
     else:
-        draw = partial(_models, scores=scores, title=title)
+        draw = partial(_models, scores=scores, title=title, metric=metric)
     height = min(max(2.5, 1.5 + 0.2 * len(scores)), 5.6)
     return Drawing("clients", draw, f"last {run.metric_title} by client", height=height)
 
@@ -386,7 +388,7 @@ def _client_curves(run: Run) -> Drawing | None:
             style.tag(ax, model, artists)
         mean = each.mean(axis="columns")
         style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
-        style.panel(ax, mode="point")
+        style.panel(ax, mode="point", unit=style.unit_of(metric_of(run.metric)))
         where = TEST_SETS.get(protocol, protocol)
         title = f"{_capitalized(run.metric_title)} per client: {kind} model, {where}"
         style.over_rounds(ax, each.index, title)
@@ -417,17 +419,17 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str, metric: str) -> None
         style.tag(ax, str(model), [rules, dots])
         points = pd.Series(clients["row"].to_numpy(), clients["value"])
         style.record(ax, str(model), points, str(model), [*map(str, clients.index)])
-    style.panel(ax, mode="point", unit="none", xUnit="score")
+    style.panel(ax, mode="point", unit="none", xUnit=style.unit_of(metric_of(metric)))
     _set_names(ax, "y", list(scores.index))
     style.ticks(ax, axis="x")
     ax.set_ylim(-0.8, len(scores) - 0.2)
     ax.grid(visible=False)
     ax.grid(visible=True, axis="x")
-    ax.set_xlabel(f"{metric} (line: mean {mean:.3f})")
+    ax.set_xlabel(f"{metric_of(metric).title} (line: mean {score(mean, metric, 3)})")
     style.set_title(ax, title)
 
 
-def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
+def _models(figure: Figure, scores: pd.DataFrame, title: str, metric: str = ACCURACY) -> None:
     """Draw a column for each model, with a marker for each client."""
     ax = figure.subplots()
     pool = {str(model): clients["value"] for model, clients in scores.groupby("model")}
@@ -445,8 +447,8 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
         mean = float(values.mean())
         ax.hlines(mean, column - 0.36, column + 0.36, color=style.INK, linewidth=1.4)
         end = (column + 0.38, mean)
-        ax.annotate(f"{mean:.3f}", end, fontsize=8, va="center", color=style.INK)
-    style.panel(ax, mode="point", xUnit="none")
+        ax.annotate(score(mean, metric, 3), end, fontsize=8, va="center", color=style.INK)
+    style.panel(ax, mode="point", unit=style.unit_of(metric_of(metric)), xUnit="none")
     _set_names(ax, "x", list(pool))
     ax.set_xlim(-0.6, len(pool) - 0.2)
     ax.set_xlabel("model  (marker: client; bar: mean)")

@@ -105,7 +105,7 @@ def render_run(run: Run, live: Live | None = None) -> str:
         if len(means):
             is_lower_better = metric_of(run.metric).lower_is_better
             number = means.idxmin() if is_lower_better else means.idxmax()
-            best = f"{score(means[number])} in round {number}"
+            best = f"{score(means[number], run.metric)} in round {number}"
         when = "last round" if run.finished else f"round {curve.index[-1]}, the last so far"
         hero = {
             "score": run.last(protocol, kind),

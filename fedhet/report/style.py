@@ -37,6 +37,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fedhet.base.disk import Folder
+from fedhet.base.metrics import Metric
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
@@ -121,7 +122,12 @@ in titles, the axis label, and the unit."""
 PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
 """Default tooltip options of an Axes object. The mode "x" shows all curves at the nearest x,
 preceded by `head`; the mode "point" shows the nearest point. `dots` marks each value. The units are
-score, bytes, seconds, and number."""
+score, unit (of a target), bytes, seconds, and number."""
+
+
+def unit_of(metric: Metric) -> str:
+    """Return the unit of a metric's values in tooltips."""
+    return "unit" if metric.has_unit else "score"
 
 
 class Canvas(Figure):

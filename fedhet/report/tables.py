@@ -18,12 +18,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.base.metrics import is_shown, metric_of
+from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.data.tasks import find_task
 from fedhet.report.comparison import Spread
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest
 from fedhet.runs.records import HELD_OUT, NAN
-from fedhet.runs.units import ABSENT, plural, printable, score, spans
+from fedhet.runs.units import ABSENT, difference, plural, printable, score, spans
 
 MARK = "†"
 MAX_NAMED = 3
@@ -113,27 +113,29 @@ def client_cells(run: Run, *, extra_metrics: bool = True) -> Cells:
     if run.baseline and run.baseline_column:
         title = f"{run.baseline.method} {' '.join(run.baseline_column)}"
         shown.append((run.baseline, run.baseline_column, title))
-    scores = {title: view.last(*column) for view, column, title in shown}
+    scores = [(view.last(*column), view.metric) for view, column, _ in shown]
     values = {
-        title: [_number(each.per_client.get(name, NAN)) for name in run.clients]
-        for title, each in scores.items()
+        title: [_number(each.per_client.get(name, NAN), metric) for name in run.clients]
+        for (each, metric), (_, _, title) in zip(scores, shown, strict=True)
     }
     blank = [""] * (len(properties) - 1)
     foot = [
-        [statistic, *blank, *(score(getattr(each, statistic)) for each in scores.values())]
+        [statistic, *blank, *(score(getattr(each, statistic), metric) for each, metric in scores)]
         for statistic in STATISTICS
     ]
-    foot.append(["tail", *blank, *(score(view.tail(*column).mean) for view, column, _ in shown)])
+    tails = (score(view.tail(*column).mean, view.metric) for view, column, _ in shown)
+    foot.append(["tail", *blank, *tails])
     majority = [view.majority(protocol) for view, (protocol, _), _ in shown]
     if any(majority):
         means = (float(np.mean([*each.values()] or NAN)) for each in majority)
-        foot.append([constant_of(run)[0], *blank, *map(score, means)])
+        constants = (score(mean, run.metric) for mean in means)
+        foot.append([constant_of(run)[0], *blank, *constants])
     foot.append(["clients", *blank, *(view.client_count(*column) for view, column, _ in shown)])
     return Cells({**properties, **values}, foot if scores else [], words)
 
 
-def _number(value: float) -> Cell:
-    return Cell(score(value), value)
+def _number(value: float, metric: str = ACCURACY) -> Cell:
+    return Cell(score(value, metric), value)
 
 
 def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> Cell:
@@ -234,8 +236,9 @@ def baseline_line(run: Run) -> str:
     gains = [sign * (ours.per_client[name] - baseline.per_client[name]) for name in both]
     better = sum(gain > 0 for gain in gains)
     return (
-        f"against {run.baseline.method}: {ours.mean - baseline.mean:+.4f} ({score(ours.mean)}, "
-        f"{score(baseline.mean)}), {better} of {plural(len(both), 'client')} better"
+        f"against {run.baseline.method}: {difference(ours.mean - baseline.mean, run.metric)} "
+        f"({score(ours.mean, run.metric)}, {score(baseline.mean, run.metric)}), "
+        f"{better} of {plural(len(both), 'client')} better"
     )
 
 

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from fedhet.base.disk import read_file
 from fedhet.base.errors import FedhetError, SettingsError, StateError
+from fedhet.base.metrics import ACCURACY
 from fedhet.report.comparison import find_runs
 from fedhet.report.comparison_report import comparison_html
 from fedhet.report.page import Live, render, render_run
@@ -120,8 +121,9 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     """Return a run's row in the list of runs, with an error in `fault` if it is unreadable."""
     row: dict[str, Any] = {
         "name": name, "link": f"/run/{quote(name)}", "method": "", "dataset": "", "stage": "",
-        "done": 0, "planned": 0, "clients": 0, "metric": "", "mean": NAN, "worst": NAN,
-        "bytes": NAN, "seconds": NAN, "seed": "", "started": "", "fault": "",
+        "done": 0, "planned": 0, "clients": 0, "metric": "", "metric_name": ACCURACY,
+        "mean": NAN, "worst": NAN, "bytes": NAN, "seconds": NAN, "seed": "", "started": "",
+        "fault": "",
     }  # fmt: skip
     try:
         status = read_status(path)
@@ -134,6 +136,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     return row | {
         "method": run.method, "dataset": run.dataset, "stage": status.stage, "done": run.done,
         "planned": run.planned, "clients": len(run.clients), "metric": run.metric_title,
+        "metric_name": run.metric,
         "mean": last.mean, "worst": last.worst,
         "bytes": float(totals["bytes_up"] + totals["bytes_down"]),
         "seconds": float(totals["seconds"]), "seed": "" if run.seed is None else str(run.seed),

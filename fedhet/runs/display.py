@@ -23,6 +23,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from fedhet.base.metrics import ACCURACY
 from fedhet.runs.progress import Progress, State, Throttled, accuracies_of
 from fedhet.runs.units import (
     human_bytes,
@@ -30,6 +31,7 @@ from fedhet.runs.units import (
     make_output_lenient,
     plural,
     printable,
+    score,
     shown_path,
     time_left,
 )
@@ -151,7 +153,7 @@ class LiveDisplay:
                 Text(printable(client.name)),
                 Text(printable(client.model)),
                 Text(client.state, style=COLORS[State(client.state)]),
-                Text(_number(client.accuracy, 4)),
+                Text(_number(client.accuracy, 4, run.metric.name)),
                 Text(_number(client.loss, 4)),
                 Text(_number(run.seconds_of(client), 1)),
             )
@@ -173,8 +175,8 @@ def _truncated(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _number(value: float, digits: int) -> str:
-    return "" if math.isnan(value) else f"{value:.{digits}f}"
+def _number(value: float, digits: int, metric: str = ACCURACY) -> str:
+    return "" if math.isnan(value) else score(value, metric, digits)
 
 
 @contextlib.contextmanager

@@ -367,8 +367,11 @@ class RunLog:
                 return ""
             if self.config.run.privacy.secure_aggregation and not record.unevaluated:
                 return ""  # Scores on the sites' own samples stay at the sites.
+            title = metric_of(self.config.run.metrics[0]).title
             reasons = sorted({**record.failed, **record.unevaluated}.items())
-            example = f"; client {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
+            example = f"; no client has test samples that define the {title}"
+            if reasons:
+                example = f"; client {reasons[0][0]}: {reasons[0][1]}"
             return f"no client could be evaluated in round {record.round}{example}"
         failures = [f"{name}: {reason}" for name, reason in sorted(last[0].failed.items())]
         since = "in any round" if len(last) == len(asked) else f"since round {last[-1].round}"

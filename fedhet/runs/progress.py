@@ -30,7 +30,15 @@ from fedhet.runs.directory import is_locked, read_if_exists
 from fedhet.runs.log import Watcher
 from fedhet.runs.measures import headline_mean, shown_scores
 from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecord, Summary, Text
-from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
+from fedhet.runs.units import (
+    human_bytes,
+    human_seconds,
+    natural,
+    plural,
+    plus_minus,
+    score,
+    time_left,
+)
 
 SLOW_CALL, MAX_LOAD = 0.05, 0.02
 """CPU time in seconds above which `Throttled` treats a call as slow, and maximum fraction of time
@@ -107,6 +115,8 @@ class Status(BaseModel):
     """Mean score of the last evaluated round."""
     metric: Text = metric_of(ACCURACY).title
     """Title of the headline metric."""
+    metric_name: Text = ACCURACY
+    """Name of the headline metric."""
     clients: list[ClientStatus] = []
     notices: list[Text] = []
     """The most recent notices."""
@@ -130,7 +140,7 @@ class Status(BaseModel):
             return f"failed{where}: {self.fault}"
         parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
         if math.isfinite(self.mean):
-            parts.append(f"mean {self.metric} {score(self.mean)}")
+            parts.append(f"mean {self.metric} {score(self.mean, self.metric_name)}")
         parts.append(f"{human_bytes(self.bytes)} sent")
         if self.stage == "running" and math.isfinite(self.seconds_left):
             parts.append(time_left(self.seconds_left))
@@ -201,7 +211,7 @@ class Progress(Watcher):
         self.directory, self.method = directory, config.method.name
         self.protocol = config.method.spec.headline
         self.metric = metric_of(config.run.metrics[0])
-        self.status.metric = self.metric.title
+        self.status.metric, self.status.metric_name = self.metric.title, self.metric.name
         self.clients = {
             name: ClientStatus(name=name, model=model, state=State.WAITING)
             for name, model in models.items()
@@ -412,9 +422,10 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
         return "not evaluated"
     (kind, scores), *remaining = kinds.items()
     label = shown if kind == "private" else f"{shown}, {kind}"
-    title = metric_of(record.metric).title
-    text = f"{title} ({label}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
-    return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in remaining)])
+    metric, title = record.metric, metric_of(record.metric).title
+    spread, worst = plus_minus(scores.mean, scores.std, metric=metric), score(scores.worst, metric)
+    text = f"{title} ({label}) {spread}, worst {worst}"
+    return "".join([text, *(f", {name} {score(each.mean, metric)}" for name, each in remaining)])
 
 
 class Throttled:

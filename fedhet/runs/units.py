@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedhet.base.errors import FedhetError, SettingsError
+from fedhet.base.metrics import ACCURACY, metric_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,9 +79,22 @@ def human_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def score(value: float) -> str:
-    """Format an accuracy with four decimals, e.g. "0.7312"."""
-    return f"{value:.4f}" if math.isfinite(value) else ABSENT
+def score(value: float, metric: str = ACCURACY, decimals: int = 4) -> str:
+    """Format a score of a metric, e.g. "0.7312".
+
+    Scores with the unit of a target have four significant digits, and at least their integer part.
+    """
+    if not math.isfinite(value):
+        return ABSENT
+    if not metric_of(metric).has_unit:
+        return f"{value:.{decimals}f}"
+    return f"{value:.0f}" if 999.95 <= abs(value) < 1e15 else f"{value:#.4g}"
+
+
+def difference(value: float, metric: str = ACCURACY) -> str:
+    """Format a difference of two scores with its sign, e.g. "+0.0312"."""
+    text = score(value, metric)
+    return text if text.startswith(("-", ABSENT)) else f"+{text}"
 
 
 def percent(fraction: float) -> str:
@@ -88,11 +102,10 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.4g} %"
 
 
-def plus_minus(mean: float, std: float, digits: int = 4) -> str:
-    """Format "mean ± std", or only the mean if the standard deviation is not finite."""
-    if not math.isfinite(mean):
-        return ABSENT
-    return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if math.isfinite(std) else "")
+def plus_minus(mean: float, std: float, digits: int = 4, metric: str = ACCURACY) -> str:
+    """Format "mean ± std" of a metric, or only the mean if the deviation is not finite."""
+    spread = f" ± {score(std, metric, digits)}" if math.isfinite(std) else ""
+    return score(mean, metric, digits) + (spread if math.isfinite(mean) else "")
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.base.metrics import ACCURACY, CLASSIFICATION, METRICS, MULTI_LABEL, REGRESSION
+from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
 from fedhet.settings.defense import AttackSettings, DefenseSettings, PrivacySettings
@@ -50,10 +50,10 @@ from fedhet.settings.schema import (
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
-_METRICS = {
-    task: [name for name, metric in METRICS.items() if metric.task == task]
-    for task in (CLASSIFICATION, REGRESSION, MULTI_LABEL)
-}
+_METRICS: dict[str, list[str]] = {}
+for _name, _metric in METRICS.items():
+    _each = f" (per {_metric.noun})" if _metric.by_class else ""
+    _METRICS.setdefault(_metric.task, []).append(f"{_name}{_each}")
 if TYPE_CHECKING:
     Augmentation = str
     SampleKind = str
@@ -137,7 +137,7 @@ class DataSettings(Schema):
     )
     task: str = Field(
         "auto",
-        description="classification, regression, multi-label, or a task of an installed package; "
+        description=f"{', '.join(_METRICS)}, or a task of an installed package; "
         "auto = classification, or an error if the target has more than 20 different numbers or "
         "lists labels",
     )
@@ -384,9 +384,8 @@ class RunSettings(Schema):
     )
     metrics: Metrics = machine_field(
         (ACCURACY,),
-        f"evaluation metrics: {', '.join(_METRICS[CLASSIFICATION])} (per class); regression: "
-        f"{', '.join(_METRICS[REGRESSION])} (default); multi-label: "
-        f"{', '.join(_METRICS[MULTI_LABEL])} (the last three per label)",
+        "evaluation metrics; accuracy = the default metrics of the task. "
+        + "; ".join(f"{task}: {', '.join(names)}" for task, names in _METRICS.items()),
     )
     out: Annotated[str, A_DIRECTORY] = machine_field(
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"

@@ -124,7 +124,13 @@ def convert_labels(
 ) -> npt.NDArray[np.int64]:
     """Convert labels [N] to int64. Raises DataError if they are not class indices."""
     if y.ndim != 1 or y.dtype.kind not in "iu":
-        hint = ". Set data.task to regression to predict numbers." if y.dtype.kind == "f" else ""
+        hint = ""
+        if y.dtype.kind == "f":
+            hint = (
+                ". Set data.task to regression to predict numbers, or convert classes to integers."
+            )
+        elif y.dtype.kind in "US":
+            hint = ". Convert the labels, e.g. with numpy.unique(y, return_inverse=True)[1]."
         raise DataError(f"{where}: y must be integers [N], got {y.dtype} {list(y.shape)}{hint}")
     labels = y.astype(np.int64)
     if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
