@@ -284,7 +284,8 @@ def infer_column(
             f"{cells.path}: target column {name!r}: expected numbers, got values of type "
             f"{reading.kind}. Set data.task to classification if they are classes."
         )
-    if target and (absent := np.flatnonzero(reading.missing)).size:
+    # The rows of several files are checked when they are encoded, so that the error names the file.
+    if target and not cells.parts and (absent := np.flatnonzero(reading.missing)).size:
         raise cells.fault(name, values.row(int(absent[0])), MISSING_TARGET)
     if len(reading.words) > MAX_CATEGORIES:
         raise DataError(
