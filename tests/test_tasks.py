@@ -734,7 +734,7 @@ def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
         (["NA"] * 31, {}, "no values found. Set data.target to another column.", None),
         (["0", "1", "yes", "no"] * 9, {}, "Set data.task to classification if",
          {"task": "classification", "categories": ("stay",)}),
-        (["0", "1", "yes", "no"] * 9, {"task": "auto"}, "name the column in data.categories",
+        (["0", "1", "yes", "no"] * 9, {"task": "auto"}, "add the column to data.categories",
          {"categories": ("stay",)}),
         ([f'"{k},125"' for k in range(1, 31)], {}, "Set data.decimal to comma or point",
          {"decimal": "point"}),

@@ -290,8 +290,9 @@ class MethodSpec:
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
             return (one,)
         known = find_task(task)()
-        has_any = known.has_distribution and self.any_model in known.properties
-        return (kind.pool_of_any if has_any else ()) or kind.pool
+        can_mix = known.any_model and known.has_distribution  # numbers: networks are the default
+        can_mix = can_mix and self.any_model in known.properties
+        return (kind.pool_of_any if can_mix else ()) or kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
         """Return the default models of `model_settings` for a kind of data."""
