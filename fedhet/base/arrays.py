@@ -25,13 +25,13 @@ def grouped(name: str, values: Mapping[str, T]) -> dict[str, T]:
 
 
 def group(values: Mapping[str, T], name: str) -> dict[str, T]:
-    """Return the values whose keys start with `name/`, without this prefix."""
+    """Select the values whose keys start with `name/`, and remove this prefix from the keys."""
     start = name + "/"
     return {key[len(start) :]: v for key, v in values.items() if key.startswith(start)}
 
 
 def groups(values: Mapping[str, T], name: str) -> dict[str, dict[str, T]]:
-    """Return the values `name/<group>/<key>` as nested mappings. Group names contain no slash."""
+    """Return the values `name/<group>/<key>` by group and key. Group names contain no slash."""
     inner = group(values, name)
     return {first: group(inner, first) for first in sorted({key.split("/")[0] for key in inner})}
 

@@ -30,12 +30,12 @@ from fedhet.base.errors import SettingsError, StateError, error_reason, error_te
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
 MAX_PARTS = 8_000_000
-"""Maximum number of values, lists and objects in a JSON file; each takes about 200 bytes of
-memory."""
+"""Maximum number of values, lists and objects in a JSON file. A parsed value takes about 200 bytes
+of memory."""
 MAX_KEY_PARTS = 32
-"""Maximum number of parts in a dotted TOML key; memory use grows with its square."""
+"""Maximum number of parts in a dotted TOML key; memory use grows with the square of this number."""
 MAX_SPARSE_BYTES = 2**28
-"""Maximum size of sparse files, which allocate only a few of their bytes on disk."""
+"""Maximum size in bytes of a file that allocates less than 1/16 of its size on disk."""
 MAX_TEMPORARY_AGE = 3600.0
 """Age in seconds after which temporary files are removed, because their writer was killed."""
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -156,7 +156,7 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield the path of the directory, to write files. Raises the same errors as `opened`."""
+        """Yield a path for writing files in the directory. Raises the same errors as `opened`."""
         with self.opened() as directory:
             yield self._path_of(directory)
 
@@ -231,7 +231,7 @@ class Folder:
     def appending(
         self, name: str, max_bytes: int
     ) -> Iterator[tuple[bytes, Callable[[bytes], None]]]:
-        """Lock a private file of lines, and yield its content and a function that appends lines.
+        """Lock a private text file, and yield its content and a function that appends lines.
 
         The function syncs the lines to disk, or raises StateError and leaves the file unchanged. It
         replaces an incomplete last line, which a killed process has left behind. At most

@@ -47,10 +47,10 @@ class Predictions:
     """Probabilities of the classes or labels, of shape [N, C], in float64; empty if the targets are
     numbers."""
     intervals: Array | None = None
-    """Lower and upper end of the predicted intervals, of shape [N, K, 2], or None."""
+    """Lower and upper bounds of the predicted intervals, of shape [N, K, 2], if predicted."""
     deviations: Array | None = None
-    """Deviations [K] of several target columns, by which `errors` is divided, because the columns
-    may have different units; None = not divided."""
+    """Standard deviations [K] by which `errors` are divided if several target columns may have
+    different units, or None if errors are not divided."""
 
     @property
     def present(self) -> Array:
@@ -104,7 +104,7 @@ def auc(predictions: Predictions) -> float | None:
 
 
 def test_loss(predictions: Predictions) -> float:
-    """Return the mean cross-entropy, with likelihoods clipped at `MIN_LIKELIHOOD`."""
+    """Return the mean cross-entropy, with likelihoods clipped to at least `MIN_LIKELIHOOD`."""
     truth = predictions.truth[:, None]
     likelihoods = np.take_along_axis(predictions.probabilities, truth, axis=1)
     return float(-np.log(likelihoods.clip(MIN_LIKELIHOOD, 1.0)).mean())
@@ -148,7 +148,7 @@ def r2(predictions: Predictions) -> float | None:
 
 
 def coverage(predictions: Predictions) -> float | None:
-    """Return the fraction of the targets within their predicted intervals, including the ends.
+    """Return the fraction of the targets inside their predicted intervals (bounds included).
 
     Returns None if there are no intervals.
     """
@@ -218,10 +218,10 @@ class Metric:
     title: str
     """Label in tables and figures."""
     compute: Callable[[Predictions], float | Mapping[str, float] | None]
-    """Function that returns the value, a value per class number, or None if it is undefined."""
+    """Function that returns the value, or values by class number, or None if it is undefined."""
     lowest: float = 0.0
     highest: float = 1.0
-    """Upper bound of valid values. The server rejects values outside of `lowest` to `highest`."""
+    """Upper bound of valid values. The server rejects values below `lowest` or above `highest`."""
     min_positive: float = 0.0
     """Smallest valid value above 0."""
     lower_is_better: bool = False
@@ -232,7 +232,7 @@ class Metric:
     by_class: bool = False
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
     by_target: bool = False
-    """Whether the metric is also reported for each of several targets, as `rmse.0`, ..."""
+    """Whether the metric is also reported per target if there are several, as `rmse.0`, ..."""
 
     @property
     def noun(self) -> str:
@@ -298,7 +298,7 @@ METRICS = {
         ),
     )
 }  # fmt: skip
-"""All metrics, by their name in the setting `metrics`. A task from another package adds its own
+"""All metrics, by their name in the setting `metrics`. A package that defines a task can add
 metrics."""
 
 
@@ -365,5 +365,5 @@ def in_order(name: str) -> tuple[int, int]:
 
 
 def is_shown(name: str) -> bool:
-    """Return whether the main tables show a reported metric. Values of one output are not shown."""
+    """Return whether the main tables show a metric. They omit metrics of a single output."""
     return "." not in name

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """Derive a seed in [0, 2**63) from the run's `seed` and the `names` of its purpose."""
+    """Derive a seed in [0, 2**63) from the run's `seed` and `names` that identify the draw."""
     # Double the separator inside names, so that different names never give the same path.
     parts = [f"{type(n).__name__}:{n}".replace("\x1f", "\x1f\x1f") for n in names]
     path = "\x1f".join([str(seed), *parts])

@@ -77,7 +77,7 @@ def separated(joint: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 class Numbers:
     """Stream of random numbers drawn on the host, and copied to an accelerator in chunks.
 
-    `draw(N)` must return the next N numbers, regardless of how the draws are divided.
+    `draw(N)` must return the next N numbers, regardless of the sizes of earlier draws.
     """
 
     def __init__(self, draw: Callable[[int], Tensor], device: torch.device) -> None:

@@ -74,7 +74,7 @@ class Masking:
     """Masked replies of one client, and the shares that unmask their sum."""
 
     def __init__(self, config: Config, node: Node, info: ClientInfo) -> None:
-        """Create the masking of a client; `info` is the client's unfiltered description.
+        """Prepare to mask a client's replies; `info` is the client's unfiltered description.
 
         With differential privacy, the number of samples is private, and all clients have the same
         weight.
@@ -136,7 +136,7 @@ class Masking:
             return None
         if stored is None or json.loads(stored[0].tobytes())[0] != self._request:
             raise _repeated(run, round, REPLY)
-        # Write the record if it is missing: the process may have been killed before it wrote the
+        # Write the record if it is missing. The process may have been killed before it wrote the
         # record, or the ledger may have been truncated.
         self._ledger.commit(run, round, REPLY, self._request, lambda: None)
         return stored[1:]
@@ -265,7 +265,7 @@ class Masking:
                     share = ChaCha20Poly1305(key).decrypt(
                         box[:NONCE_BYTES], box[NONCE_BYTES:], bound
                     )
-                except InvalidTag:  # Do not fail: the server may not need this share.
+                except InvalidTag:  # The server may not need the share, so do not fail.
                     share = bytes(shamir.SHARE_BYTES)
                 shares += share
             lost = (peer for peer in lanes[number].cohort if peer not in names)

@@ -38,7 +38,7 @@ ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """Training settings that a node may override."""
 MAX_BYTES = 2 * 2**30
-"""Maximum total size of the tensors of the clients that a process caches, in bytes.
+"""Maximum total size of the tensors in a process's cached clients, in bytes.
 
 The client in use is not counted."""
 _cached_assign = lru_cache(maxsize=1)(assign)

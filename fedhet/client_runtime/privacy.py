@@ -249,8 +249,8 @@ class DifferentialPrivacy(Withholding):
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, and charge its steps to the round `charged`, if given.
 
-        Logs a warning at the start of a run if any earlier run had no privacy. The digest of the
-        samples does not matter, because it also changes if the same data is read or split
+        Logs a warning at the start of a run if any earlier run had no privacy, even if the digest
+        of the samples has changed. The digest also changes if the same data is read or split
         differently, or if only a few samples change.
         """
         if run != self._run:

@@ -170,7 +170,7 @@ def placed_public(public: Split, compute: Compute, data: RunData) -> Split:
 
 
 def _placed(compute: Compute, *splits: Split) -> list[Split]:
-    """Move the splits' labels to the device, and also their samples if all of them fit."""
+    """Move the splits' labels to the device, and also their samples if all samples fit."""
     samples = compute.fit_on_device(*(split.x for split in splits))
     return [Split(x, compute.to_device(split.y)) for x, split in zip(samples, splits, strict=True)]
 

@@ -320,7 +320,7 @@ class ReplyStore:
         self._folder.remove([each for each in stored if each not in kept])
 
     def newest(self) -> int:
-        """Return the last round with a stored reply, or 0 if there is none."""
+        """Return the last round with a stored reply, or 0 if no reply is stored."""
         stored = self._folder.path.glob(f"{self._kind}-*.npz")
         return max((int(path.stem.rpartition("-")[2]) for path in stored), default=0)
 
@@ -329,7 +329,7 @@ class ReplyStore:
 
 
 def _newest_version(store: ClientStore) -> int:
-    """Return the version of the newest readable state, or 0 if none exists."""
+    """Return the version of the newest readable state, or 0 if no state is readable."""
     return next((v for round in reversed(store.rounds()) if (v := _version_of(store, round))), 0)
 
 

@@ -72,7 +72,7 @@ from fedhet.wire.masking import REVEAL
 
 
 class HetClient(NumPyClient):
-    """Base class for clients, the client side of a method.
+    """Base class for clients. A client is the client side of a method.
 
     A subclass implements the hooks. Only `train` is required.
 
@@ -112,7 +112,7 @@ class HetClient(NumPyClient):
                 return self.setup()
 
         self.task = self.samples.task
-        """Task of the run: the loss, the predictions and the scores."""
+        """Task of the run (loss, predictions and scores)."""
         task = f"{self.info.classes} {self.task.noun} of shape {list(self.info.shape)}"
         self.state = ClientState(
             node.state_dir,
@@ -479,7 +479,7 @@ class HetClient(NumPyClient):
         return loss, self.info.samples, dict(write_measures(measured))
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
-        """Train in one round, and return the reply and the training time in seconds.
+        """Train for one round, and return the reply and the training time in seconds.
 
         Raises StateError if training diverged; the previously saved state is kept.
         """

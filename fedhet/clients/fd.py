@@ -47,12 +47,12 @@ class FdClient(FedHeClient):
     all_epochs: ClassVar[bool] = True
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs, and return the mean probabilities over all epochs."""
+        """Train for the local epochs, and return class means of the probabilities in all epochs."""
         means = self._learn(round, self.read_teacher(knowledge))
         probabilities = nearest_distributions(means.logits)
         return Knowledge({"classes": means.classes, "probabilities": probabilities})
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the other clients' log probabilities as logits."""
+        """Return the log of the other clients' class-wise mean probabilities, used as logits."""
         logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], MIN_PROBABILITY))
         return logs

@@ -20,7 +20,7 @@ class FedAvgClient(HetClient):
     settings: FedAvgSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model and, if the server sent averages, a model with the averages."""
+        """Return the private model and, if weights were received, a model with these weights."""
         models = {"private": self.private}
         if weights := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.width), weights)
@@ -76,7 +76,7 @@ class FedAvgClient(HetClient):
 
 
 class LocalObjective(nn.Module):
-    """Module that computes the task's loss, for classification within the client's label space."""
+    """Module that computes the task's loss. Classification is limited to the client's classes."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class FedGemsClient(HetClient):
         )
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the indices of the samples selected by a bit mask, or all if it is absent."""
+        """Return the indices of the samples in a bit mask, or of all samples without a mask."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))

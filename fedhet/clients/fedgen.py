@@ -24,7 +24,7 @@ from fedhet.wire.knowledge import Knowledge
 
 @dataclass(frozen=True)
 class Teacher:
-    """Generator received from the server, with its weight in the current round."""
+    """Generator received from the server, with the class probabilities and loss decay to use."""
 
     generator: Generator
     prior: Tensor

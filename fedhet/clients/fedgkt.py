@@ -32,7 +32,7 @@ class FedGktClient(HetClient):
         return Sizes({**sizes.axes, "N": len(self.y)}, sizes.models)
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the edge model and, if received, the extractor followed by the server's model."""
+        """Return the edge model and, if received, the server's model on top of the extractor."""
         models = {"private": self.private}
         if weights := knowledge.group("server"):
             name, width = self.settings.server_model, self.settings.feature_dim

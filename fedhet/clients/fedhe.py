@@ -76,10 +76,10 @@ class FedHeClient(HetClient):
     settings: FedHeSettings
     objective: ClassVar[type[FedHeObjective]] = FedHeObjective
     all_epochs: ClassVar[bool] = False
-    """Whether class means are computed over all local epochs instead of the last epoch."""
+    """Whether class means are computed over all local epochs instead of only the last epoch."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs, and return the mean logits over the last epoch."""
+        """Train for the local epochs, and return class means of the logits in the last epoch."""
         means = self._learn(round, self.read_teacher(knowledge))
         return Knowledge({"classes": means.classes, "logits": means.logits})
 

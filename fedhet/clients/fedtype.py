@@ -198,9 +198,9 @@ class Reciprocity:
 
     @torch.no_grad()
     def views(self, x: Tensor, trained: Pair | None = None) -> Pair:
-        """Return the logits of both models from which prediction sets are computed.
+        """Return both models' logits, from which prediction sets are computed.
 
-        A single sample is always passed in evaluation mode, because batch norms need at least two.
+        A single sample is always passed in evaluation mode, because batch norms need two samples.
 
         Args:
             x: Samples, of shape [N, ...].

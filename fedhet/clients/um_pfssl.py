@@ -42,7 +42,7 @@ from fedhet.runs.storage import ModelStore
 from fedhet.wire.knowledge import Knowledge
 
 MIN_BATCH = 2
-"""Minimum number of training samples, because batch norms need at least two."""
+"""Minimum number of training samples, because batch norms need at least two samples."""
 LISTS_ON_DISK = 4
 """Number of recent helper lists whose models stay on disk, because a run may roll back."""
 
@@ -94,7 +94,7 @@ class UmPfsslClient(HetClient):
         self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
-        """Average the helpers, and train on their pseudo-labels (lines 17 to 23).
+        """Average the helpers' models, and train on their pseudo-labels (lines 17 to 23).
 
         Returns the fraction of wrong pseudo-labels as a metric, if true labels are known.
         """
@@ -157,7 +157,7 @@ class UmPfsslClient(HetClient):
         self.state.metadata |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
     def _receive(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
-        """Store the received models on disk, and return them by role, with their relations."""
+        """Store the received models on disk, and return their list entries by role."""
         received: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
         if "numbers" not in knowledge.tensors:
             return received

@@ -1,7 +1,7 @@
 """Start or join a Ray cluster, and set environment variables for training processes.
 
-In every step of a training loop, glibc returns the pages of freed memory to the system and then
-requests them again. The threshold adapts to the sizes of freed blocks, but only up to 32 MiB, and
+In every step of a training loop, glibc returns the pages of large freed blocks to the system and
+then requests them again. The size threshold adapts to the freed blocks, but only up to 32 MiB, and
 the activations of a batch are larger. Thousands of page faults per step take a tenth of the time or
 more. With thresholds of 1 GiB, glibc keeps the pages, so a process may hold up to 1 GiB of freed
 memory. Huge pages, if glibc (2.35) and the system support them, reduce the initial page faults.
@@ -130,11 +130,11 @@ BACKGROUND = ThreadPoolExecutor(1)
 """Executor whose thread lives until this process ends, because Ray's processes end with the thread
 that started them."""
 _starting: list[Future[None]] = []
-"""Future of starting a cluster, until a caller of `start` has waited for it."""
+"""Future of the cluster that starts in the background, until `start` has waited for it."""
 _stopping: list[Future[None]] = []
-"""Future of stopping a cluster that was still starting when it was no longer needed."""
+"""Future of closing a cluster that was still starting when the run no longer needed it."""
 _directories: list[tempfile.TemporaryDirectory[str]] = []
-"""Directory of the running cluster, which is removed when this process ends at the latest."""
+"""Directory of the running cluster, which is removed at the latest when this process ends."""
 
 
 @contextlib.contextmanager

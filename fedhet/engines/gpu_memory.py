@@ -59,7 +59,7 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
 
 
 def gpu_fraction(needed: int, total: int) -> float:
-    """Return the fraction 1/k of a GPU for each worker if k workers fit into the GPU's memory.
+    """Return each worker's fraction of a GPU: 1/k if k <= MAX_WORKERS workers fit into its memory.
 
     Args:
         needed: Memory that a worker needs, in bytes.

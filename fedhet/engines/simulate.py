@@ -146,7 +146,7 @@ def _trained(
         if with_report and backend == "ray":
 
             def import_report() -> None:
-                # The import for the report raises the error again.
+                # Ignore errors, because the import for the report raises them again.
                 with contextlib.suppress(Exception):
                     importlib.import_module("fedhet.report")
 

@@ -36,7 +36,7 @@ POLL_SECONDS = 0.5
 RELEASE_SECONDS = 30.0
 """Maximum time to wait for idle workers to release GPU memory, in seconds."""
 MAX_ATTEMPTS = 2
-"""Maximum number of workers to try for a call before the client fails, if workers are lost."""
+"""Maximum number of workers on which a call is tried, if workers are lost."""
 
 
 @dataclass(frozen=True)

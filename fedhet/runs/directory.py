@@ -100,7 +100,7 @@ def append(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
-    """Read metrics.jsonl. Return its records in the order of rounds, and notes for the user.
+    """Read metrics.jsonl. Return its records sorted by round, and notes for the user.
 
     A truncated last line is skipped with a note. If a round was repeated after a resume, the later
     record is used. Raises StateError with the line number if any other line is invalid.

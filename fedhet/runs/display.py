@@ -87,7 +87,7 @@ class LiveDisplay:
         print_line(self._console, self._label + printable(line))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the summary lines, and as many clients and notices as fit."""
+        """Yield the summary lines, and as many clients and notices as fit on the terminal."""
         run = self.progress
         num_clients, done = len(run.clients), run.status.round - run.is_in_round
         phase = printable(run.status.phase).replace("[", r"\[")  # Escape rich's markup.

@@ -487,7 +487,7 @@ class Tracker(Watcher):
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
-        """Open the run in the tracking service, with its settings."""
+        """Open the run in the tracking service, and send the run's settings."""
         self._method = config.method.name
 
         def begin() -> None:

@@ -117,7 +117,7 @@ class Measured:
 
 
 def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
-    """Flatten evaluations by (protocol, kind of model) to values by (metric, protocol, kind)."""
+    """Convert evaluations keyed by (protocol, kind) to values keyed by (metric, protocol, kind)."""
     return {
         (metric, *place): value
         for place, score in scores.items()
@@ -219,7 +219,7 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
 def summarize(
     values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
 ) -> Scores:
-    """Compute the `spread` of each protocol and kind, ignoring the clients in `without`."""
+    """Compute the `spread` of each protocol and kind over the clients that are not in `without`."""
     scores: Scores = {}
     for protocol, kinds in sorted(values.items()):
         for kind, per_client in sorted(kinds.items()):

@@ -184,7 +184,7 @@ class RoundRecord:
     peak_memory_mb: Number = 0.0
     """Highest memory usage reported by a client's process so far, in MB."""
     epsilon: dict[Text, Number] = field(default_factory=dict)
-    """Privacy budget that the run has consumed so far, by client with differential privacy."""
+    """Privacy budget consumed by the run so far, for each client with differential privacy."""
 
     @property
     def scores(self) -> dict[str, Scores]:
@@ -248,7 +248,7 @@ class PastRound(BaseModel):
 
 
 class ConsumedBudget(BaseModel):
-    """Privacy budget that a run has consumed for a client, as epsilon at delta."""
+    """Privacy budget (epsilon at delta) that a run has consumed for a client."""
 
     model_config = READING
 
@@ -336,7 +336,7 @@ class Partition(BaseModel):
     classes: list[Text]
     counts: dict[Text, list[Count]]
     owners: dict[Text, Text] = {}
-    """Person or site of each client, such as its value of `data.by`; empty if unknown."""
+    """Person or site of each client, e.g. from the column `data.by`; empty if unknown."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -47,7 +47,7 @@ def components(
         directory: The run's directory.
         workers: Number of clients that train at the same time.
         watchers: Observers of the run, in addition to trackers and the status file.
-        begun: Start time of the run, as for `RunLog`.
+        begun: Start time of the run, as returned by `time.perf_counter`; None means now.
         manager: Registry of connected clients; by default, a new registry, which clients join
             later.
         data: Store of the run's data in this process; by default, a new store.
@@ -93,7 +93,7 @@ class Reported(Watcher):
         self._directory, self._console = directory, console
 
     def run_finished(self, summary: Summary) -> None:
-        """Write the report, or print an error message, because the run itself is complete."""
+        """Write the report. A failure only prints a message, because the run is complete."""
         try:
             # Import lazily, because importing matplotlib and pandas takes seconds and may fail.
             from fedhet import report
@@ -109,7 +109,7 @@ class Reported(Watcher):
         self._print(f"all runs, on the server: fedhet watch {self._directory.parent}")
 
     def run_failed(self, reason: str) -> None:
-        """Write a report on the recorded rounds of a failed run, if there are any."""
+        """Write a report on a failed run, if at least one round was recorded."""
         if (self._directory / "metrics.jsonl").exists():
             try:
                 from fedhet import report

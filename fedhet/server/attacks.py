@@ -8,8 +8,8 @@ the same on every backend and in a deployment. The clients themselves are honest
 like all other clients.
 
 The other kinds of attack need no knowledge of other clients, and affect the same clients in all
-rounds. Such Byzantine clients are studied by Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML
-2018), but these four kinds are not from a paper.
+rounds. Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML 2018) study such Byzantine clients, but
+the kinds of attack implemented here are not from a paper.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Call:
     """The instruction, or None if an earlier server process made the call."""
     timeout: float | None = None
     began: float = 0.0
-    """Start of the round, by the run's clock."""
+    """Start time of the round on the run's clock, in seconds."""
 
     @property
     def name(self) -> str:
@@ -234,7 +234,7 @@ class CallOutcome:
 
 @dataclass
 class RoundResults:
-    """Replies received in a round, or in its evaluation, before it closed."""
+    """Replies received before a round, or the evaluation of a round, was closed."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
@@ -243,9 +243,9 @@ class RoundResults:
     at_work: set[str] = field(default_factory=set)
     """Clients that are still working on an instruction, so their replies will be late."""
     canceled: set[str] = field(default_factory=set)
-    """Clients that were not called because the round closed first."""
+    """Clients that were not called, because the round closed before their turn."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time that each client took, in seconds of the run's clock."""
+    """Time that each client took on the run's clock, in seconds."""
     clock: float = math.nan
     """Simulated seconds since the start of the run."""
 

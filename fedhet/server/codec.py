@@ -199,7 +199,7 @@ class InstructionEncoder:
         )
 
     def _add(self, version: Version) -> Version:
-        """Add a version as the newest."""
+        """Add a version as the newest version."""
         self._versions.pop(version.digest, None)
         self._versions[version.digest] = version
         return version
@@ -246,7 +246,7 @@ class Codec:
         Args:
             run: Name of the run, which is part of each message.
             method: The method whose messages are encoded and decoded.
-            max_bytes: Maximum size of a reply.
+            max_bytes: Maximum size of a reply, in bytes.
             state: State of the current round, which counts the bytes sent and received.
             metrics: Names of the metrics that clients measure.
             remember: Whether to remember every training instruction until `forget` is called.

@@ -1,9 +1,9 @@
 """Step that applies robust aggregation rules, to limit the influence of a minority of replies.
 
 The contract of the replies determines which values are comparable. Weights are compared between
-clients with the same architecture, and rows of classes or public samples by their ids. Values of
-the clients' own samples are compared by class means. Methods therefore need no code for robust
-aggregation; their `MethodSpec` declares the rules that they support.
+clients with the same architecture. Rows of classes or public samples are matched by id, and values
+for the clients' own samples are compared through class means. Methods therefore need no code for
+robust aggregation; their `MethodSpec` declares the rules that they support.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float)
 
 @dataclass(frozen=True)
 class Group:
-    """Clients with comparable values in a field, i.e. parts of the same larger tensors."""
+    """Clients whose values in a field are comparable, i.e. parts of the same larger tensors."""
 
     clients: tuple[int, ...]
     """Indices of the clients among the replies."""

@@ -67,7 +67,7 @@ class Learner:
             y: Targets of shape [N, ...].
             loss_of: Function that computes the loss of a batch.
             epochs: Number of epochs.
-            before_epoch: Called before each epoch with its number.
+            before_epoch: Called before each epoch with the number of the epoch.
             error_of: Function that computes the error for the schedule `plateau` from the logits.
                 By default, the schedule uses the training loss.
 

@@ -36,7 +36,7 @@ from fedhet.wire.identity import ClientInfo, capped, client_name, read_propertie
 from fedhet.wire.knowledge import Knowledge
 
 Task = tuple[int, str, tuple[int, ...]]
-"""Number of classes, sample kind, and sample shape."""
+"""Task of a client: number of classes, sample kind, and sample shape."""
 MAX_VALUES = 2**24
 """Maximum number of values in one sample."""
 Outcome = Literal["silent", "error", "refused"]
@@ -157,7 +157,7 @@ class Members:
             pool: The models of the run, or None if the server does not use the clients' models.
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
-            samples_cap: Maximum number of samples by which a member is weighted, as a multiple of
+            samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
                 the median; 0 = no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
             task_name: Name of the run's task.
@@ -184,7 +184,7 @@ class Members:
         self._any_timeout = False
         """Whether any node exceeded the time limit in the last request."""
         self._num_requests = 0
-        """Number of calls of `present`; usually, each round has one call."""
+        """Number of calls of `present`, usually one call per round."""
         self._task: Task | None = None
         self._name_of_task = task_name
         self._order = ""
@@ -222,7 +222,7 @@ class Members:
         """Wait for the first members of a run, and return them by name.
 
         If too few nodes reply in time, nodes that exceeded the time limit are called again until
-        the round timeout, because a slow machine may take long to load its data.
+        the round times out, because a slow machine may take long to load its data.
 
         Args:
             manager: Flower's registry of connected nodes.
@@ -261,8 +261,8 @@ class Members:
     def present(self, manager: ClientManager) -> dict[str, Member]:
         """Return the connected members sorted by name, after admitting new nodes.
 
-        The first clients determine the task of the run: the most common classes, sample shape and
-        order of class names, and the most common model if all clients must have the same model. A
+        The first clients determine the task of the run: the most common number of classes, sample
+        shape and order of class names, and the most common model if models must not differ. A
         new node is excluded, with a notice, if its task differs, if its name is taken, or if its
         model is unknown to the server. A node that does not reply is called again after 1, 2, 4,
         ... rounds.
@@ -330,7 +330,7 @@ class Members:
         for member in valid:
             name, node = member.info.name, member.proxy.cid
             if name in taken:
-                # Do not refuse the node: Flower may still list an old node of the same client.
+                # Do not refuse the node, because Flower may still list the client's old node.
                 self._notice(f"client {name} is excluded: another node uses this name")
             elif not self._exclude(member, self._mismatch(member.info)):
                 taken.add(name)
@@ -344,7 +344,7 @@ class Members:
                 self._notice(reply)
 
     def _exclude(self, member: Member, fault: str) -> bool:
-        """Exclude a client with a notice, and return True, unless `fault` is empty."""
+        """Exclude a client with a notice if `fault` is not empty. Returns True if excluded."""
         if fault:
             self._refused.add(member.proxy.cid)
             self._notice(f"client {member.info.name} is excluded: {fault}")

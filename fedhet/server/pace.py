@@ -69,9 +69,9 @@ from fedhet.settings.run import RunSettings
 SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
 MAX_BYTES = 64 * 2**20
-"""Maximum size of a file with measured devices."""
+"""Maximum size of a file with measured devices, in bytes."""
 CALLS_PER_WORKER = 2
-"""Concurrent calls per worker: while one client trains, the next client waits for the worker."""
+"""Concurrent calls per worker, so that the next client waits while the worker is busy."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _AtWork:
     outcome: CallOutcome | None = None
     """Outcome of the call, or None until the client has replied or failed."""
     due: float = math.inf
-    """Time at which the reply arrives, by the run's clock; infinity if unknown."""
+    """Time at which the reply arrives on the run's clock; infinity if unknown."""
 
     @property
     def is_usable(self) -> bool:
@@ -226,7 +226,7 @@ class Collector:
         """Clients that were called to evaluate and have not replied."""
         self._evaluated: list[CallOutcome] = []
         self._durations: list[float] = []
-        """Durations of recent rounds, in seconds of the run's clock."""
+        """Durations of recent rounds on the run's clock, in seconds."""
         self._simulated = 0.0
         """Simulated seconds since the start of the run."""
 
@@ -496,9 +496,9 @@ class FederationServer(Server):
         return result
 
     def _reported(self, error: Exception) -> Exception:
-        """Return the error to report.
+        """Return the error with which the run fails.
 
-        If a custom method failed, the result is a StateError with a one-line message, and the
+        An error in a custom method is converted to a StateError with a one-line message, and its
         traceback is written to the log.
         """
         method = self._log.config.method

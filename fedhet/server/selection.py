@@ -69,7 +69,7 @@ def power_of_choice(
 ) -> list[str]:
     """Draw candidates in proportion to sample counts, and select the highest-loss candidates.
 
-    This is rpow-d (Section 4). Clients with an unknown loss come first.
+    This is rpow-d (Section 4). Candidates with an unknown loss are selected first.
 
     Args:
         names: Names of the clients, sorted.
@@ -116,7 +116,7 @@ def oort(
 
 
 def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) -> dict[str, float]:
-    """Return the utility of each client, i.e. its statistical utility with a penalty for slowness.
+    """Return the utility of each client: its statistical utility, reduced if the client is slow.
 
     The statistical utility |B| sqrt(1/|B| sum of loss^2) in Eq. 2 is computed from the mean loss,
     because clients report no other loss. It is clipped, and grows with the number of rounds since
@@ -211,7 +211,7 @@ class ClientSampler:
         return training + len(selection.assisting)
 
     def record_durations(self, seconds: Mapping[str, float]) -> None:
-        """Record the time that each client took for the round, in seconds of the run's clock."""
+        """Record the time that each client took for the round on the run's clock, in seconds."""
         self._seconds = seconds
 
     def record_reply(self, reply: Reply, round: int) -> None:

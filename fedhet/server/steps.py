@@ -304,7 +304,7 @@ def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
 def _with_medians_of_others(
     magnitudes: Mapping[str, Mapping[Part, float]],
 ) -> Iterator[tuple[str, Part, float, tuple[float, ...]]]:
-    """Yield client, part, size, and a tuple with the other clients' median, if there is one.
+    """Yield client, part, size, and the other clients' median, as a tuple that may be empty.
 
     The median without a client's own size is looked up in the sorted sizes, so the time per client
     grows only with the logarithm of the number of clients.

@@ -171,7 +171,7 @@ class Unmasking:
         return Sizes({}, {MASKED: vectors, SHARES: shares})
 
     def __call__(self, replies: Iterable[Reply], sizes: SizesOf) -> Iterator[Reply]:
-        """Yield the sums of the masked replies, each as the reply of a separate client."""
+        """Yield each sum of the masked replies, in the form of a client's reply."""
         by_name: dict[str, Reply] = {}
         for reply in replies:
             if reply.age:
@@ -256,7 +256,7 @@ class Unmasking:
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
         wrong: dict[str, set[str]] = {}
         reasons: dict[Group, str] = {}
-        for name in names:  # Use daemon threads: a hanging node must not keep the process alive.
+        for name in names:  # A hanging node must not keep the process alive.
             threading.Thread(target=attempt, args=(name,), daemon=True).start()
         while len(answers) < len(names):
             sender, answer = arrived.get()

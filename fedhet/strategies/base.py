@@ -1,7 +1,7 @@
 """Base class for strategies: a Flower strategy that calls the hooks of a method.
 
 In a round, the strategy calls `select` and `instruct`. For each reply, it then decodes the message,
-checks it against the contract, simulates an attack if one is configured, checks the magnitude,
+checks it against the contract, simulates the configured attack (if any), checks the magnitude,
 applies robust aggregation, and calls `accept`. Finally, it calls `aggregate` and evaluates the
 models.
 """
@@ -401,7 +401,7 @@ class HetStrategy(Strategy):
     def _encode(self, round: int, client: ClientInfo) -> Parameters:
         """Create and encode a large instruction, just before it is sent.
 
-        The weights are not sent as differences, which would depend on the other clients.
+        The weights are not sent as differences, because these would depend on the other clients.
         """
         instructions = {client.name: self.instruct(round, client)}
         return self._codec.encode_all(round, instructions, differences=False)[client.name]

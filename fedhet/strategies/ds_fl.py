@@ -58,7 +58,11 @@ class DsFlStrategy(FedMdStrategy):
         return metrics
 
     def aggregate_scores(self, scores: Array) -> Array:
-        """Return the consensus [R, C] (ERA or SA) from the clients' probabilities [K, R, C]."""
+        """Return the consensus [R, C] from the clients' probabilities [K, R, C].
+
+        The consensus is their mean (simple aggregation, SA), or their mean with reduced entropy
+        (ERA).
+        """
         if self.settings.aggregation == "sa":
             return mean_scores(scores)
         return entropy_reduced(scores, self.settings.temperature)

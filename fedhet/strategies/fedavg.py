@@ -64,9 +64,9 @@ class FedAvgStrategy(HetStrategy):
         self._set_averages({name: group(state, name) for name in self.averaged})
 
     def _set_averages(self, averaged: dict[str, dict[str, Array]]) -> None:
-        """Store the averages, and build the instruction for all clients."""
+        """Store the averaged tensors, and build the instruction for all clients."""
         self.averaged = averaged
-        """Averages by group; the group "weights" contains the model or a part of it."""
+        """Averaged tensors by group; the group "weights" contains the model or a part of it."""
         parts = [grouped(name, values) for name, values in averaged.items()]
         self.instruction = Knowledge(
             {name: value for part in parts for name, value in part.items()}
@@ -74,6 +74,6 @@ class FedAvgStrategy(HetStrategy):
 
 
 def average_of(replies: Sequence[Reply], group: str) -> dict[str, Array]:
-    """Average a group of tensors over the replies that contain it, weighted by samples."""
+    """Average a tensor group over the replies that contain it, weighted by sample counts."""
     models = [(sent, r.weight) for r in replies if (sent := r.knowledge.group(group))]
     return average_weights(models) if models else {}

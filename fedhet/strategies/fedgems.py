@@ -60,7 +60,7 @@ class FedGemsStrategy(HetStrategy):
         self.changed = np.zeros(len(self.y), np.int64)
         """Last round that changed the logits of each sample, or 0 before the first training."""
         self.held: dict[str, int] = {}
-        """Round of the logits most recently confirmed by each client, by client name."""
+        """Round of the logits that each client confirmed last, by client name."""
         self._prepare()
 
     def sizes(self, client: ClientInfo) -> Sizes:
@@ -184,7 +184,7 @@ class FedGemsStrategy(HetStrategy):
         return counts.tolist(), logits
 
     def _loss_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return a loss that splits the samples by the self-evaluation before the round.
+        """Return a loss function that splits the samples by the self-evaluation before the round.
 
         Adds the logits of correctly predicted samples to `pool`, and sets `counts` to the sizes of
         S1, S2 and S3.
@@ -203,10 +203,10 @@ class FedGemsStrategy(HetStrategy):
         return loss_of
 
     def _loss_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return a loss that splits each batch by the model's current predictions (lines 5 to 12).
+        """Return a loss function that splits each batch by the current predictions (lines 5 to 12).
 
-        Adds the logits of correctly predicted samples to `pool`, and the sizes of S1, S2, and S3 to
-        `counts`.
+        The function adds the logits of correctly predicted samples to `pool`, and the sizes of S1,
+        S2 and S3 to `counts`.
         """
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class FedKdStrategy(FedAvgStrategy):
         return self._update if holds else self.instruction
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Apply the mean update, reduced to the rank that preserves its energy (lines 13 to 22)."""
+        """Apply the mean update, at the lowest rank with the required energy (lines 13 to 22)."""
         settings, mentee = self.settings, self.averaged["weights"]
         energy = energy_kept(round, self.run.rounds, settings.energy_start, settings.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
@@ -70,7 +70,7 @@ class FedKdStrategy(FedAvgStrategy):
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the mentee, its last update with the round, and the clients that have its base."""
+        """Return the mentee, the last update and its round, and the clients that have the base."""
         holders = {name: np.array(True) for name in sorted(self.holders)}
         state = {**super().state_dict(), **grouped("update", self._sent)}
         return {**state, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}

@@ -48,7 +48,7 @@ class FedMdStrategy(HetStrategy):
         """Indices of the public samples to predict in this round (`requested`), and of the public
         samples in the consensus (`consensus_rows`)."""
         self.scores: dict[str, Array] = {}
-        """Scores [R, C] of each client in the last round that received replies, by client name."""
+        """Scores [R, C] of each client in the last round with replies, by client name."""
         self.consensus: Array | None = None
         """Consensus [R, C], aggregated from `scores`."""
 

@@ -45,7 +45,7 @@ class FeloStrategy(HetStrategy):
         return self._instructions_by_model[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the averages, or None if the client's architecture has no averaged weights."""
+        """Return the instruction, or None if the client's architecture has no averaged weights."""
         return self.instruct(round, client) if client.model in self.weights else None
 
     def evaluates_after(self, round: int) -> bool:

@@ -58,7 +58,7 @@ class HeteroFlStrategy(HetStrategy):
         return self._parts[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the client's submodel of the global model, or None if the client has none."""
+        """Return the client's submodel of the global model, or None if it has no submodel."""
         return self.instruct(round, client) if self._has_submodel(client) else None
 
     def accept(self, round: int, reply: Reply) -> Reply:

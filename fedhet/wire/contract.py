@@ -69,8 +69,8 @@ class TensorField:
     axes: tuple[str | int, ...]
     """Axis sizes, each a number or a letter.
 
-    Letters fixed by the run (such as C classes and D features) must match the run's sizes. Any
-    other letter must have the same size throughout a message.
+    Letters fixed by the run, such as C for classes and D for features, must match the run's sizes.
+    Any other letter must have the same size throughout a message.
     """
     help: str
     """Description shown by `fedhet methods NAME`."""
@@ -288,14 +288,14 @@ class Sum:
     """
 
     fields: tuple[str, ...]
-    """Fields that are summed, without the field of class ids."""
+    """Names of the summed fields, except the field with class ids."""
     weight: Literal["samples", "clients", "classes"] = "samples"
     """Weight of a client: number of samples ("samples"), 1 ("clients"), or number of samples
     per class ("classes"; 1 if the method's setting `weighting` is "clients")."""
     within: Literal["all", "architecture"] = "all"
     """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
-    """Setting of the method, and the value with which the fields are sent; None if always sent."""
+    """Setting of the method and its value that enables the fields; None if they are always sent."""
     distribution: bool | None = None
     """Tasks in which the fields are sent: only tasks whose outputs are a distribution over classes
     (True), only other tasks (False), or all tasks (None)."""

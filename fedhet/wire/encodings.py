@@ -305,7 +305,7 @@ class Coder:
         return encoded, errors
 
     def values(self, key: RngKey, tensors: Arrays) -> dict[str, Coded]:
-        """Encode tensors without base weights, and omit tensors that are not encoded."""
+        """Encode tensors without base weights. Tensors that are sent unchanged are omitted."""
         coded = {name: self._value(key, name, value) for name, value in self._encodable(tensors)}
         return {name: each for name, each in coded.items() if each}
 

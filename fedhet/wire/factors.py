@@ -25,7 +25,7 @@ Factors = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class FactorsField(WeightsField):
-    """Declaration of a model update, as tensors `name/<name in the state dict>` or as factors."""
+    """Declaration of a model update. Its matrices may be sent as low-rank factors."""
 
     def describe(self) -> str:
         """Return a short description of the type."""

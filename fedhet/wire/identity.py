@@ -46,7 +46,7 @@ class ClientInfo:
     own_data: bool = False
     """Whether the client reads its own data instead of a partition of the run's dataset."""
     base: str = ""
-    """Digest of the frozen base model on this machine, or "" if the model has no adapters."""
+    """Digest of the client's frozen base model, or "" if the model has no adapters."""
     task: str = "classification"
     """Name of the task; `classes` is the number of outputs for this task."""
 
@@ -143,8 +143,8 @@ def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
 def capped(infos: Iterable[ClientInfo], max_ratio: float) -> dict[str, int]:
     """Return the number of samples with which each client is weighted, by client name.
 
-    A server cannot verify the reported numbers. They are therefore limited to `max_ratio` times the
-    lower median of all clients, or unlimited if `max_ratio` is 0.
+    A server cannot verify the reported numbers. Unless `max_ratio` is 0, they are therefore limited
+    to `max_ratio` times the lower median of all clients' numbers.
     """
     reported = {info.name: info.samples for info in infos}
     limit = (

@@ -43,7 +43,7 @@ MAX_MANIFEST_BYTES = 2**16
 """Maximum size of a manifest without tensors, in bytes. Parsed fields need many times as much
 memory."""
 MAX_SPEC_BYTES = 1024
-"""Additional size of a manifest permitted for each tensor in the message."""
+"""Additional manifest size permitted for each tensor in the message, in bytes."""
 MAX_HEADER_BYTES = 1024
 """Maximum size of an .npy header, checked before parsing; numpy usually writes 118 bytes."""
 _DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}

@@ -11,7 +11,7 @@ all PRG(b_i), is the sum of the x_i. Unlike in the paper, the sites' keys are kn
 the shares of b_i are sent with y_i.
 
 A vector starts with 64-bit words, followed by 32-bit words; sums are modulo 2^64 and 2^32. For n
-sites, f = 25 - ceil(log2 n), and a site with weight w of at most `cap`:
+sites, f = 25 - ceil(log2 n), and a site with weight w of at most `cap`, a value x is encoded as:
 
 | words | values | encoding |
 |---|---|---|
@@ -21,7 +21,7 @@ sites, f = 25 - ceil(log2 n), and a site with weight w of at most `cap`:
 | 32 bits | other weights, and scores | rint(w / cap x 2^f), for |w / cap x| < 64 |
 
 Values outside these bounds are clipped and counted. Without clipping, the error of a mean over m
-sites is at most m / 2 2^-f / (sum of w / cap) for 32-bit words.
+sites is at most (m / 2) 2^-f / (sum of w / cap) for 32-bit words.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ HEADER = ("sites", "cap", "weight", "clipped")
 
 The sum of the first counter equals the number of sites only if all masks cancel. Only vectors
 weighted by samples contain numbers of samples, because two cohorts that differ by one site reveal
-that site's number as the difference of two sums."""
+that site's number of samples as the difference of two sums."""
 WIDE_BITS, NARROW_BITS, NARROW_RANGE = 20, 25, 6
 """Number of fractional bits of 64-bit words, and of 32-bit words if the cohort has one site; and
 log2 of the bound 64 on values in 32-bit words."""
@@ -270,7 +270,7 @@ class Layout:
 
     @property
     def _fraction(self) -> int:
-        """Fractional bits of 32-bit words."""
+        """Number of fractional bits in 32-bit words."""
         return NARROW_BITS - math.ceil(math.log2(self.sites))
 
     def _counters(self, vector: Array) -> tuple[Array, Array]:
@@ -310,7 +310,10 @@ def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | s
 
 
 def _integers(value: Array, scale: float | Array, limit: int) -> tuple[Array, int]:
-    """Return rint(value * scale) as int64 [N], clipped below `limit`, and the number clipped."""
+    """Return rint(value * scale) as int64 [N], with magnitudes clipped below `limit`.
+
+    Also returns the number of clipped values.
+    """
     scaled = np.rint(value.astype(np.float64) * scale).reshape(-1)
     # Use the largest float64 below the limit, because conversion rounds a limit of 62 bits up.
     bound = min(float(limit - 1), math.nextafter(float(limit), 0))
