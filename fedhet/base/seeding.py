@@ -42,7 +42,7 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 @contextmanager
 def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed PyTorch's global generators in the block, and restore their states afterwards.
+    """Seed PyTorch's global generators in the block, and restore their states afterward.
 
     This affects the generators of the CPU and of `device`. Use this function only for draws that
     PyTorch makes from global state, i.e. weight initialization and dropout.

@@ -73,7 +73,7 @@ class LocalTrainer:
         self._kind, self._shape = KINDS[info.kind], info.shape
         self._augmentation = augmentation(run.training.augment, self._kind, self._shape)
         self._optimizing: Optimization | None = None
-        """Optimizer whose state is to be saved, if any."""
+        """Optimizer whose state `end` saves, or None if no state must be saved."""
         self._samples, self._is_simulated = info.samples, run.pace.is_simulated
         self.work = 0
         """Number of training samples processed in the round; a sample counts once per epoch."""

@@ -104,7 +104,7 @@ class FedGemsClient(HetClient):
         )
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the indices of the samples in a bit mask, or of all samples without a mask."""
+        """Return the sample indices in a bit mask, or all indices if no mask was sent."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))

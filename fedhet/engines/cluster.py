@@ -177,7 +177,7 @@ def joined_workers(
 ) -> Iterator[WorkerPool]:
     """Join the Ray cluster at 'engine.ray-address', and provide workers in the block.
 
-    The cluster keeps running afterwards. If an error is raised before the block, a new run
+    The cluster keeps running afterward. If an error is raised before the block, a new run
     directory is removed.
 
     Args:
@@ -283,7 +283,8 @@ def start_workers(
         config: Configuration of the run, with absolute paths.
         states: Directory of the clients' states.
         notice: Function that shows a message to the user.
-        decoded: Directory from which workers map the run's data, or None.
+        decoded: Directory from which workers map the run's data. If it is None, each worker reads
+            the dataset.
     """
     # Import Ray after `connect` or `start`, which set the environment variables that Ray reads.
     import ray

@@ -167,7 +167,7 @@ def end_later(close: Callable[[], None]) -> None:
 def abandon() -> None:
     """Kill a cluster that is starting.
 
-    The process must end afterwards, because a thread of Ray keeps waiting for the cluster.
+    The process must end afterward, because a thread of Ray keeps waiting for the cluster.
     """
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -145,7 +145,7 @@ class Checkpoints:
         """Return the last valid checkpoint up to round `recorded`, or None if no checkpoint exists.
 
         Checkpoints that cannot be read, contain NaN or infinity, or belong to another run are
-        skipped with a notice. Raises StateError if checkpoints are missing, or if none of them is
+        skipped with a notice. Raises StateError if checkpoints are missing, or if no checkpoint is
         valid.
         """
         all_rounds = rounds_in(self._folder)
@@ -183,7 +183,7 @@ class ModelStore:
 
     folder: Path
     within: Path | None = None
-    """Parent directory below which symlinks are rejected, or None."""
+    """Directory below which symlinks are rejected; None means `folder` itself."""
 
     def put(self, key: Key, weights: Mapping[str, Array]) -> None:
         """Write a model atomically. Raises StateError if it cannot be written."""

@@ -142,7 +142,7 @@ class NamedProxy(DirectProxy):
 
         Args:
             message: The instruction to train or to evaluate.
-            timeout: Time limit in seconds, or None.
+            timeout: Time limit in seconds, or None for no limit.
             round: The round of the message.
             is_on_time: Called when a training reply has arrived. If it returns True, the payload
                 of the reply is moved to the spool.
@@ -234,7 +234,7 @@ class CallOutcome:
 
 @dataclass
 class RoundResults:
-    """Replies received before a round, or the evaluation of a round, was closed."""
+    """Replies received before a round, or the evaluation of a round, closed."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)

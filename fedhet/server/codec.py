@@ -84,7 +84,10 @@ class Instruction:
     """Payloads built so far, by the digest of their base weights."""
 
     def payload_for(self, held: int = 0) -> Parameters:
-        """Return the payload for a client whose version has the digest `held` (0 = no version)."""
+        """Return the payload for a client that has the version `held`.
+
+        `held` is the digest of the version, or 0 if the client has no version.
+        """
         version, knowledge = self.version, self.knowledge
         base = held if held in (version.digest, version.previous) else 0
         if base in self.payloads:

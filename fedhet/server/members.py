@@ -158,7 +158,7 @@ class Members:
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
             samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
-                the median; 0 = no limit.
+                the median; 0 means no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
             task_name: Name of the run's task.
         """
@@ -344,7 +344,7 @@ class Members:
                 self._notice(reply)
 
     def _exclude(self, member: Member, fault: str) -> bool:
-        """Exclude a client with a notice if `fault` is not empty. Returns True if excluded."""
+        """Exclude a client with a notice, and return True, if `fault` is not empty."""
         if fault:
             self._refused.add(member.proxy.cid)
             self._notice(f"client {member.info.name} is excluded: {fault}")
@@ -468,9 +468,10 @@ class ClientHealth:
         """Create an empty record.
 
         Args:
-            max_refusals: Consecutive refused replies after which a client is excluded; 0 = never.
+            max_refusals: Consecutive refused replies after which a client is excluded; 0 means
+                never.
             max_silences: Consecutive rounds without a reply after which a client is called less
-                often; 0 = never.
+                often; 0 means never.
             notice: Shows a message to the user.
         """
         self._max_refusals, self._max_silences = max_refusals, max_silences

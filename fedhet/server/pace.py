@@ -71,7 +71,7 @@ COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
 MAX_BYTES = 64 * 2**20
 """Maximum size of a file with measured devices, in bytes."""
 CALLS_PER_WORKER = 2
-"""Concurrent calls per worker, so that the next client waits while the worker is busy."""
+"""Concurrent calls per worker: one client trains, and the next client waits for the worker."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Collector:
             round: The current round.
             instructions: The clients to call, and their instructions.
             needed: Number of replies that the round needs; 'pace.min-replies' may change it.
-            timeout: Time limit of each call in seconds, or None.
+            timeout: Time limit of each call in seconds, or None for no limit.
         """
         began = self._now()
         calls = _calls(instructions, round, timeout, began)

@@ -76,7 +76,7 @@ def power_of_choice(
         samples: Number of training samples of each client.
         history: Last replies of the clients.
         count: Number of clients to select.
-        candidates: Number of candidates; 0 = twice `count`.
+        candidates: Number of candidates; 0 means twice `count`.
         rng: Random generator for the round.
     """
     number = min(len(names), max(count, candidates or 2 * count))

@@ -256,7 +256,7 @@ class Unmasking:
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
         wrong: dict[str, set[str]] = {}
         reasons: dict[Group, str] = {}
-        for name in names:  # A hanging node must not keep the process alive.
+        for name in names:  # Use daemon threads, so that a hanging node does not block the exit.
             threading.Thread(target=attempt, args=(name,), daemon=True).start()
         while len(answers) < len(names):
             sender, answer = arrived.get()

@@ -55,7 +55,7 @@ class FedHeStrategy(HetStrategy):
         A late reply has a reduced `weight`.
 
         Args:
-            before: Class means of the client before the reply, or None.
+            before: Stored class means of the client, or None before its first reply.
             reply: Tensors of the reply; a late reply includes its weight.
         """
         if self.settings.replies == "latest":

@@ -338,7 +338,7 @@ def floating(contract: Contract) -> tuple[Field, ...]:
 
 
 def ids_of(contract: Contract, field: Field) -> str:
-    """Return the name of the field with a unique id for each row of `field`, or "" if none.
+    """Return the name of the field with unique ids for the rows of `field`, or "" if it is absent.
 
     In Felo, for example, each row of class means has a class id.
     """
@@ -346,7 +346,7 @@ def ids_of(contract: Contract, field: Field) -> str:
 
 
 def labels_of(contract: Contract, field: Field) -> str:
-    """Return the name of the field with a class label for each row of `field`, or "" if none.
+    """Return the name of the field with labels for the rows of `field`, or "" if it is absent.
 
     In FedGKT, for example, each row of features has a class label.
     """
