@@ -1,4 +1,4 @@
-"""Algorithms used by the methods, one module per family, without I/O and without Flower.
+"""Algorithms of the methods, with one module per family. They use neither I/O nor Flower.
 
 This file defines types that the method declarations share. It does not import PyTorch.
 """
@@ -8,20 +8,21 @@ from typing import Literal
 DigestLoss = Literal["mae", "mse", "cross-entropy"]
 """Loss between a model's predictions and a consensus; see `distillation.digest_losses`."""
 Reduction = Literal["mean", "none"]
-"""Mean loss of a batch, or the loss of each sample."""
+"""Reduction of the losses in a batch: their mean, or "none" for the loss of each sample."""
 ScoreKind = Literal["logits", "probabilities"]
 """Kind of scores in a consensus of several models."""
 FeatureNorm = Literal["none", "rms", "unit"]
-"""Scaling of features before they are compared; see `classwise.class_feature_loss`."""
+"""Scaling of features in a loss that compares features; see `classwise.class_feature_loss`."""
 RelationKind = Literal["en+ta", "en", "ta"]
 """Terms in UM-pFSSL's Eq. 13: entropy and test accuracy, or only one of the two (Table III)."""
 Divergence = Literal["forward", "reverse"]
 """Direction of the divergence in UM-pFSSL's Eq. 5: KL(pseudo-label || model), or the reverse."""
 Margin = Literal["largest", "nearest"]
-"""Distance between classes that defines FedTGP's margin; see `feature_models.adaptive_margin`."""
+"""Distance between class centers for FedTGP's margin; see `feature_models.adaptive_margin`."""
 PrototypeDistance = Literal["euclidean", "mse"]
-"""Distance between features and prototypes, for the class means of a batch ("euclidean") or for
-each sample ("mse"). See `classwise.class_mean_distance` and `classwise.class_feature_loss`."""
+"""Distance between features and prototypes: "euclidean" compares the mean features of each class in
+a batch (`classwise.class_mean_distance`), and "mse" compares each sample's features
+(`classwise.class_feature_loss`)."""
 Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a"]
 """Aggregation rule for LoRA adapters with different ranks; see `adapters`."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"

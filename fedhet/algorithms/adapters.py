@@ -7,11 +7,12 @@ all clients, so it cancels. All sums are computed in float64.
 - `padded_average` implements FedIT (Zhang et al. 2024), with zero padding if ranks differ.
 - `product_norm` computes HetLoRA's weights (Cho et al. 2024), which replace p_k.
 - `product_average` implements FlexLoRA (Bai et al. 2024), with an SVD of the averaged products.
-- `level_average` implements raFLoRA (Wu et al. 2026, based on third-party code), which averages
-  each rank level over the clients that have this level.
+- `level_average` implements raFLoRA (Wu et al. 2026) as in third-party code. It averages each rank
+  level over the clients that have this level.
 
-Unlike in the papers, a rank level that no reply contains keeps its previous value. FFA-LoRA (Sun et
-al. 2024) freezes A, so the padded average of B is exact.
+A rank level consists of a column of B and the corresponding row of A. Unlike in the papers, a rank
+level that no reply contains keeps its previous value. FFA-LoRA (Sun et al. 2024) freezes A, so the
+padded average of B is exact.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def padded_average(
 
 
 def product_norm(factors: Sequence[Factors]) -> float:
-    """Return the Frobenius norm of a client's products BA over all layers."""
+    """Return the joint Frobenius norm of a client's products BA in all layers."""
     squares = 0.0
     for b, a in factors:
         wide_b, wide_a = b.astype(np.float64), a.astype(np.float64)
@@ -130,7 +131,7 @@ def top_energy(factors: Sequence[Factors], rank: int) -> float:
     """Return the fraction of the products' energy in their first `rank` singular directions.
 
     The result is the mean over the layers whose product is not zero, or 1 if all products are zero.
-    The fraction approaches 1 if the ranks collapse.
+    A value near 1 means that the products have almost collapsed to this rank.
     """
     squares = [np.square(singular_values(b, a)) for b, a in factors]
     shares = [float(each[:rank].sum() / each.sum()) for each in squares if each.sum() > 0]
@@ -149,7 +150,8 @@ def padded(value: Array, shape: tuple[int, ...]) -> Array:
 class PrunedModel(LocalModel):
     """Model whose adapters are pruned if training shrinks their last rank levels (HetLoRA).
 
-    The regularizer is the sum over layers of ||B[:, k:]|| ||A[k:]||, with k = floor(gamma r).
+    The regularizer is the sum over layers of ||B[:, k:]|| ||A[k:]||, where r is the rank and k is
+    floor(gamma r), but at least 1.
     """
 
     def __init__(

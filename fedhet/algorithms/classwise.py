@@ -127,7 +127,8 @@ def average(
         means: The clients' class means.
         by_samples: Whether to weight clients by their number of samples in the class, instead of
             equally.
-        factors: Factors by which the clients' weights are multiplied, or None.
+        factors: Factors by which the clients' weights are multiplied, or None for unchanged
+            weights.
 
     Returns:
         The averages, with the clients' total numbers of samples as counts.
@@ -350,7 +351,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class ClassTotals:
-    """Class-wise sums over clients (FD, Algorithm 1, line 12).
+    """Class-wise sums of the clients' vectors (FD, Algorithm 1, line 12).
 
     The sums are in float64, so that a client's contribution can be subtracted without rounding
     errors.

@@ -255,7 +255,8 @@ class Imitation:
             settings: Settings of FedType.
             labels: Classes (columns of the logits) that sets may contain, ascending, of shape [P].
             noise: Random generator of the factors u.
-            accuracy: Last measured accuracy of the proxy on the held-out samples, or None.
+            accuracy: Last measured accuracy of the proxy on the held-out samples, or None if it
+                was never measured.
         """
         self.settings, self.labels, self.accuracy = settings, labels, accuracy
         k_reg = settings.k_reg
@@ -331,7 +332,8 @@ class Imitation:
         Args:
             private: Logits of the private model, of shape [N, C].
             proxy: Logits of the proxy, of shape [N, C].
-            views: Logits of the private model and of the proxy from which the sets are computed.
+            views: Logits of the private model and of the proxy for computing the sets, of shape
+                [N, C] each.
         """
         private_sets, proxy_sets = self.sets(
             *(view.detach().float()[:, self.labels] for view in views)
@@ -373,7 +375,7 @@ class Imitation:
         return means if tau == torch.inf else {**means, "tau": tau}
 
     def _factors(self, count: int) -> Tensor:
-        """Return the factors u [count] for Eq. 6, which are random or constant."""
+        """Return random or constant factors u [count] for Eq. 6."""
         if isinstance(u := self.settings.u, str):
             return self._random_factors.take(count)
         return torch.full((count,), u, device=self.labels.device)

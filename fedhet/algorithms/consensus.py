@@ -1,9 +1,9 @@
-"""Consensus of several models on public samples, by averages of scores or by votes.
+"""Consensus of several models on public samples, computed from average scores or from votes.
 
 - FedMD: mean of scores. Li and Wang, FedMD, Algorithm 1, "Aggregate".
 - DS-FL: mean (SA) or entropy reduction (ERA) of probabilities. Itahara et al., DS-FL.
 - Cronus: robust means, which a minority of malicious clients cannot shift far.
-- CoFED: pseudolabels by vote. Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model
+- CoFED: pseudolabels from votes. Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model
   Federated Multitask Learning, Algorithm 1, Sections 4.3 and 4.6.
 
 Shapes: K clients, R public samples, C classes; scores are [K, R, C]. Averages are computed in

@@ -2,7 +2,7 @@
 
 The teacher is:
 
-- the server: Hinton et al., Distilling the Knowledge in a Neural Network;
+- the server's model: Hinton et al., Distilling the Knowledge in a Neural Network;
 - a peer: FML (Shen et al., Federated Mutual Learning);
 - the mentor or the mentee on the same client: FedKD (Wu et al., Communication-efficient federated
   learning via knowledge distillation, Nature Communications 13, 2022, Methods);
@@ -47,7 +47,7 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
 
 
 def kl_divergence(log_p: Tensor, target: Tensor) -> Tensor:
-    """Return the summands [N, C] of KL(target || p) for log probabilities [N, C].
+    """Return the summands [N, C] of KL(target || p), given both as log probabilities [N, C].
 
     This replaces `F.kl_div`, which `torch.func.vmap` cannot batch over clients.
     """
@@ -117,7 +117,7 @@ def mutual_loss(
 
 
 def has_label(labels: Tensor) -> Tensor:
-    """Return the mask [N] of the samples with at least one label [N, K] that is not missing."""
+    """Return the mask [N] of the samples with at least one label [N, K] that is not missing (NaN)."""
     return ~labels.isnan().all(1)
 
 
@@ -129,7 +129,10 @@ correctly."""
 
 @dataclass(frozen=True)
 class AdaptiveIntensity:
-    """Options for FedKD's distillation intensity, 1 / (L^t_t + L^t_s)."""
+    """Options for FedKD's distillation intensity, 1 / (L^t_t + L^t_s).
+
+    L^t_t and L^t_s are the task losses of the mentor and the mentee.
+    """
 
     by_sample: bool = False
     """Whether to compute the intensity for each sample. The default is to use the mean losses of
@@ -137,7 +140,7 @@ class AdaptiveIntensity:
     learned: bool = True
     """Whether gradients pass through the intensity, as in Eqs. 6 and 7 and in the authors' code."""
     hidden: float = 1.0
-    """Weight of the hidden loss L^h (not in the paper)."""
+    """Weight of the hidden loss L^h. The paper uses the weight 1."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ class Outputs:
 
     Attributes:
         logits: Logits, of shape [N, C].
-        features: Features, of shape [N, D], where D is the mentor's feature width. The mentee's
-            features are W^h H^s.
+        features: Features, of shape [N, D], where D is the mentor's feature width. The matrix W^h
+            projects the mentee's features H^s to this width.
     """
 
     logits: Tensor
@@ -171,10 +174,11 @@ def mutual_losses(
         mentee: Outputs of the mentee.
         labels: Labels, of shape [N].
         options: Options of the distillation intensity.
-        loss_of: Loss of another task (not in the paper): the loss of each sample [N] if
-            `options.by_sample` is set, otherwise the mean of the batch. The default is the
-            cross-entropy.
-        divergence_of: Loss of each sample [N], given a teacher's and a student's outputs.
+        loss_of: Loss function of another task (not in the paper), or None for the cross-entropy.
+            The function returns the loss of each sample [N] if `options.by_sample` is set, and the
+            mean loss of the batch otherwise.
+        divergence_of: Function that maps a teacher's and a student's outputs to the divergence of
+            each sample [N].
     """
     if loss_of is None:
         loss_of = partial(F.cross_entropy, reduction="none" if options.by_sample else "mean")
@@ -212,7 +216,10 @@ def mutual_losses(
 
 
 def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the most likely classes [N], and a mask [N] of probabilities >= `threshold`."""
+    """Return the most likely class of each sample [N], and the mask [N] of confident predictions.
+
+    A prediction is confident if its probability is at least `threshold`.
+    """
     probability, labels = logits.detach().float().softmax(1).max(1)
     return labels, probability >= threshold
 
@@ -253,15 +260,16 @@ class Targets:
         self.known[rows] |= where
 
     def copy(self) -> Targets:
-        """Return an independent copy."""
+        """Return a copy with separate tensors."""
         return Targets(self.logits.clone(), self.known.clone())
 
 
 def reliability(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the clients' weights alpha [K, N] in each sample's target (FedGEMS, Eq. 4).
 
-    The weights are the softmax of 1/H over the clients that predict the sample correctly, and 0 for
-    all other clients. They are computed in log space and in float64, with H >= MIN_ENTROPY.
+    H is the entropy of a client's prediction, clamped to at least MIN_ENTROPY. The weights are the
+    softmax of 1/H over the clients that predict the sample correctly, and 0 for all other clients.
+    They are computed in log space and in float64.
     """
     exact = logits.double()
     log_p = exact.log_softmax(-1)
@@ -274,14 +282,14 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Selection:
-    """Rules for selecting knowledge in FedGEMS, based on the predictions and labels of samples."""
+    """Rules with which FedGEMS selects knowledge, based on predicted classes and labels."""
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mask [N] of the samples that are predicted correctly."""
         return logits.argmax(1) == labels
 
     def reliability(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weights [K, N] of the clients' logits [K, N, C]."""
+        """Return the clients' weights [K, N] in each sample's target, given logits [K, N, C]."""
         return reliability(logits, labels)
 
     def loss(
@@ -297,15 +305,15 @@ class SelectionByError(Selection):
 
     A prediction is correct if its error is at most `tolerance`. Each client with a correct
     prediction has a weight proportional to the reciprocal of its error, because the paper's entropy
-    is defined only for probabilities. No prediction of a sample without labels is correct.
+    is defined only for probabilities. Predictions for samples without labels are never correct.
     """
 
     errors: PairLoss
-    """Error of each sample [N], given outputs [N, C] and targets [N, ...]."""
+    """Function that maps outputs [N, C] and targets [N, ...] to the error of each sample [N]."""
     losses: PairLoss
-    """Loss of each sample [N], given outputs [N, C] and targets [N, ...]."""
+    """Function that maps outputs [N, C] and targets [N, ...] to the loss of each sample [N]."""
     divergences: PairLoss
-    """Loss of each sample [N], given a teacher's and a student's outputs [N, C]."""
+    """Function that maps a teacher's and a student's outputs [N, C] to each sample's loss [N]."""
     tolerance: float
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -313,7 +321,7 @@ class SelectionByError(Selection):
         return (self.errors(logits.float(), labels) <= self.tolerance) & has_label(labels)
 
     def reliability(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weights [K, N] of the clients' outputs [K, N, C].
+        """Return the clients' weights [K, N] in each sample's target, given outputs [K, N, C].
 
         The weights are computed in float64. Errors are clamped to at least a thousandth of the
         tolerance.
@@ -361,10 +369,10 @@ def split(
     Args:
         right: Mask of the samples that the server predicts correctly, of shape [N].
         pooled: Mask of the samples with logits in the pool of global logits, of shape [N].
-        self_training: Whether S1 contains the correctly predicted samples; otherwise, it is empty
-            (Table 5).
-        self_distillation: Whether S2 contains the remaining samples in the pool; otherwise, it is
+        self_training: Whether S1 contains the correctly predicted samples. If it is false, S1 is
             empty (Table 5).
+        self_distillation: Whether S2 contains the remaining samples in the pool. If it is false, S2
+            is empty (Table 5).
 
     Returns:
         The masks [N] of S1, S2 and S3. S3 contains the samples in neither S1 nor S2.
@@ -403,7 +411,8 @@ def selective_loss(
         epsilon: Weight of the cross-entropy.
     """
     log_p = logits.float().log_softmax(1)
-    # The log softmax of finite logits can still be -inf, which contributes 0 to the divergence.
+    # The log softmax of finite logits can be -inf. Clamp it, so that its class contributes 0, not
+    # NaN, to the divergence.
     target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
     classified = F.nll_loss(log_p, labels, reduction="none")
     distilled = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)

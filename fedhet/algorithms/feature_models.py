@@ -4,7 +4,7 @@
   Heterogeneous Clients, Eq. 4.
 - FedTGP, trainable prototypes: Zhang et al., FedTGP: Trainable Global Prototypes with
   Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated
-  Learning, "Method". phi is the Euclidean distance.
+  Learning, section "Method", where phi is the Euclidean distance.
 - FedMRL, nested representations: Liping Yi et al., Federated Model Heterogeneous Matryoshka
   Representation Learning, NeurIPS 2024, Section 4.
 - FedGH, global head: Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global
@@ -175,7 +175,7 @@ def train_prototypes(
     margin: float,
     **options: Unpack[TrainingOptions],
 ) -> float:
-    """Train with SGD on Eq. 10 (FedTGP, Algorithm 1, line 9).
+    """Train the server's prototypes with SGD on Eq. 10 (FedTGP, Algorithm 1, line 9).
 
     `prototypes` [N, D] are the clients' prototypes for the classes `labels` [N]. Returns the mean
     loss over the last epoch.
@@ -214,7 +214,7 @@ def matryoshka_losses(
         fine: Logits of the local head on the fused features, of shape [N, C].
         coarse: Logits of the shared head on the coarse part, of shape [N, C].
         labels: Labels, of shape [N], or the targets of another task.
-        loss_of: Mean loss of a batch, given outputs and targets.
+        loss_of: Function that maps outputs and targets to the mean loss of a batch.
     """
     losses = [loss_of(logits.float(), labels) for logits in (fine, coarse)]
     return torch.stack(losses)
@@ -260,7 +260,7 @@ class Cvae(nn.Module):
         self.register_buffer("spread", torch.ones(()))
 
     def fit_scaling(self, features: Tensor) -> None:
-        """Set the center and the spread to medians over features [N, D], to tolerate outliers.
+        """Set the center and the spread to medians, which tolerate outliers in features [N, D].
 
         All components share one spread, because a spread per component would clip components that
         are mostly 0.
@@ -297,9 +297,9 @@ def _distance(offsets: Tensor) -> Tensor:
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Eq. 2 (Velo), averaged over features, as a scalar.
+    """Return the negative of Eq. 2 (Velo), averaged over the features s, as a scalar.
 
-    Eq. 2 is the lower bound of log p(s | y), with L = 1 sample of z per feature.
+    Eq. 2 is the lower bound of log p(s | y), with L = 1 sample of z for each s.
 
     Args:
         model: The CVAE.

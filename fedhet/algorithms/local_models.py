@@ -59,7 +59,7 @@ class LocalModel:
         return logits
 
     def regularizer(self) -> Tensor | float:
-        """Return the term to add to the loss, as a scalar."""
+        """Return the regularization term of the loss, as a scalar."""
         return 0.0
 
     def stepped(self) -> None:
@@ -71,7 +71,10 @@ class LocalModel:
 
 
 class ProximalModel(LocalModel):
-    """Model and training loss for FedProx, with the proximal term mu / 2 ||w - w_g||^2."""
+    """Model and training loss for FedProx.
+
+    The proximal term is mu / 2 ||w - w_g||^2, where w_g are the server's weights.
+    """
 
     def __init__(self, model: nn.Module, anchor: Weights, mu: float) -> None:
         super().__init__(model, anchor)
@@ -119,7 +122,7 @@ class VariationalModel(LocalModel):
     """
 
     noise = 1.0
-    """Factor for the noise of sampled weights; with the factor 1, weights are sampled from q."""
+    """Factor for the noise that is added to the means. With a factor of 1, weights follow q."""
 
     def __init__(
         self, model: nn.Module, anchor: Weights, scale: Weights, zeta: float, seed: int
@@ -163,7 +166,7 @@ class VariationalModel(LocalModel):
         return dict(zip(self.raw, scales, strict=True))
 
     def _scales(self) -> list[Tensor]:
-        """Return the standard deviations of q in the model's order, grouped by `joined`."""
+        """Return the standard deviations of q in the model's order, concatenated by `joined`."""
         return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
 
 
@@ -172,8 +175,8 @@ class LocalizedModel(VariationalModel):
 
     The parameters of the model are the means of q. The loss is the loss of sampled weights plus
     zeta KL(q || w). After the steps on a batch, w takes one Adam step on zeta KL(q || w). Only w is
-    averaged. w starts from the server's distribution, and the scales of q start from `personal`,
-    their values after the client's previous round.
+    averaged. w starts from the server's distribution. The scales of q start from `personal`, i.e.
+    from their values after the client's previous round.
     """
 
     def __init__(
@@ -231,14 +234,14 @@ class LocalizedModel(VariationalModel):
 
 
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
-    """Return ||p - anchor||^2 over the parameters p of a model, as a scalar."""
+    """Return ||p - anchor||^2, summed over the parameters p of a model, as a scalar."""
     named = dict(model.named_parameters())
     pairs = zip(joined(list(named.values())), joined([anchor[n] for n in named]), strict=True)
     return torch.stack([(p - other).square().sum() for p, other in pairs]).sum()
 
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
-    """Convert unconstrained values to standard deviations, grouped by `joined`."""
+    """Convert unconstrained values to standard deviations, concatenated by `joined`."""
     return [F.softplus(values).clamp_min(MIN_SCALE) for values in joined(raw)]
 
 

@@ -3,8 +3,8 @@
 A round closes when all sampled clients have replied, when the grace period after enough replies has
 ended, or at its timeout. NVFlare has the same rule (min_responses, wait_time_after_min_received).
 
-The learning rate is multiplied by a factor that depends only on the round number, so the rate is
-the same for clients that are sampled late and for resumed runs. The formulas are the same as in
+The learning rate is multiplied by a factor. Except with the schedule `plateau`, the factor depends
+only on the round number, and not on how often a client was sampled. The formulas are the same as in
 torch.optim.lr_scheduler, with rounds instead of epochs.
 
 Late updates are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
@@ -89,7 +89,7 @@ def clients_to_sample(needed: int, over_selection: float) -> int:
 
 
 def is_hit(seed: int, client: str, round: int, fault: Fault, probability: float) -> bool:
-    """Return whether the simulation injects a fault, drawn with the given probability."""
+    """Draw whether a simulated client has `fault` in a round, with the given probability."""
     return probability > 0 and bool(numpy_rng(seed, client, round, fault).random() < probability)
 
 
@@ -177,7 +177,7 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
         trained: The client's tensor after training.
         start: The tensor from which the client started training.
         rate: Factor by which the update is multiplied.
-        low: Lower bound of the result, or None.
+        low: Lower bound of the result, or None for no bound.
 
     Returns:
         current + rate (trained - start) in the type of `trained`. For integer tensors (counters),
@@ -193,7 +193,7 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
 MILESTONES = (0.5, 0.75)
 """Default milestones, as fractions of the rounds (He et al., Deep Residual Learning, 2016)."""
 MIN_CHANGE = 1e-4
-"""Minimum relative improvement (the default of ReduceLROnPlateau)."""
+"""Minimum relative decrease that counts as an improvement (the default of ReduceLROnPlateau)."""
 
 
 @dataclass(frozen=True)

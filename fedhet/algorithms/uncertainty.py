@@ -3,9 +3,9 @@
 Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
 Semi-Supervised Learning, Eqs. 1, 5 and 9 to 14, Algorithms 2 and 3.
 
-Each client's model has a number in the server's pool, which also identifies it as a helper. A
-client is always in its own helper list. Helpers are ranked by Corr (Eq. 13), and by number if their
-Corr is equal.
+Each client's model has a number in the server's pool. The number also identifies the model as a
+helper. A client's helper list always contains the client's model. Helpers are ranked by the
+relation Corr (Eq. 13), and by number if their relations are equal.
 
 Shapes: N unlabeled samples, C classes, M helpers, T dropout passes.
 """
@@ -28,8 +28,8 @@ from fedhet.learning.devices import CPU, Compute
 from fedhet.learning.training import evaluating
 
 CPU_ROWS, GPU_ROWS = 128, 1024
-"""Number of samples times number of passes in a batch. The product is constant, because the dropout
-masks depend on it."""
+"""Maximum number of samples times passes in a batch, on a CPU and on a GPU. The limits are
+constants, because the dropout masks depend on the batch size."""
 
 DROPOUTS = (
     nn.Dropout,
@@ -48,7 +48,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def dropping(model: nn.Module) -> Iterator[None]:
-    """Enable dropout, while all other layers, such as batch norms, are in evaluation mode."""
+    """Enable dropout in the block. All other layers, e.g. batch norms, are in evaluation mode."""
     with evaluating(model):
         for part in model.modules():
             if isinstance(part, DROPOUTS):
@@ -87,7 +87,8 @@ def predictive(
 def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Split a model into the layers before its first dropout layer and the remaining layers."""
 
-    def layers_of(module: nn.Module) -> list[nn.Module]:  # The layers run in sequence.
+    # Flatten nested `nn.Sequential` modules, because a dropout layer may be inside them.
+    def layers_of(module: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             return [layer for part in module for layer in layers_of(part)]
         return [module]
@@ -129,12 +130,12 @@ def certainty(entropies: Tensor, classes: int) -> float:
 
 
 def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKind) -> float:
-    """Return the relation Corr(k|j), from 0 to 1 (Eq. 13).
+    """Return the relation Corr(k|j) between a client and a helper, from 0 to 1 (Eq. 13).
 
     Args:
-        certainty: Certainty H-bar (Eq. 14).
-        accuracy: Test accuracy.
-        labeled: Labeled fraction mu_k of the samples (Eq. 2).
+        certainty: Certainty H-bar of the helper on the client's unlabeled samples (Eq. 14).
+        accuracy: Test accuracy of the helper, measured on the client's labeled samples.
+        labeled: Labeled fraction mu_k of the client's samples (Eq. 2).
         kind: "en+ta" is Eq. 13, "en" is the certainty alone, and "ta" is the accuracy alone. "en"
             and "ta" omit the factor in Eq. 13, which affects neither the ranks nor the weights.
     """
@@ -187,8 +188,8 @@ def semi_supervised_loss(
     """Return the loss (Eq. 1) of a batch, as a scalar.
 
     The loss mu L^s + (1 - mu) L^u, with the means of Eqs. 4 and 5, equals the mean over all samples
-    of their cross-entropy or divergence. Up to a factor, it is the sum of lines 22 and 23 of
-    Algorithm 1.
+    of the cross-entropy (labeled) or the divergence (unlabeled). Up to a factor, it is the sum of
+    lines 22 and 23 of Algorithm 1.
 
     Args:
         logits: Logits of the model, of shape [N, C].
@@ -259,7 +260,7 @@ def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helpe
 
 
 def refreshable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Up (Algorithm 2): the higher-ranked helpers, except model `own`."""
+    """Return the set Up (Algorithm 2): the helpers not in `replaceable`, except model `own`."""
     return [helper for helper in ranked(helpers)[replace:] if helper.number != own]
 
 
@@ -276,7 +277,7 @@ def replaced(
         helpers: Current list.
         candidates: Candidates with their relations.
         own: Number of the client's model.
-        replace: Number of lowest ranks that can be replaced.
+        replace: Number of lowest-ranked helpers that can be replaced.
     """
     slots = replaceable(helpers, own, replace)
     numbers = {helper.number for helper in helpers}

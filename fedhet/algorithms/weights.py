@@ -133,7 +133,7 @@ class RunningAverage:
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 """Layers whose outputs HeteroFL's scaler divides."""
 STATISTICS_BATCH = 128
-"""Batch size for computing statistics; a constant, so that all machines get the same result."""
+"""Batch size for batch-norm statistics. It is constant, so that results are the same everywhere."""
 
 
 def is_submodel(shapes: Shapes, full: Shapes) -> bool:
@@ -160,8 +160,8 @@ class SubModel:
     Attributes:
         weights: Tensors of the submodel, by name.
         weight: The client's weight in averages.
-        labels: The client's classes, of shape [P], or None. If set, tensors whose names start with
-            `head` contribute only the rows of these classes.
+        labels: The client's classes, of shape [P], or None to average complete tensors. If set,
+            tensors whose names start with `head` contribute only the rows of these classes.
         head: Prefix of the names of the head's tensors.
     """
 

@@ -28,7 +28,7 @@ CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 some models, because tensors no longer fit into the cache and glibc returns their pages to the
 system."""
 MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
-"""Limits of the evaluation batch size, in samples."""
+"""Minimum and maximum of the evaluation batch size, in samples."""
 
 
 class _DeferredCompiler(ModuleType):
@@ -99,7 +99,7 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
     def place(self, module: Module) -> Module:
-        """Move `module` to the device and memory format in place, and return it."""
+        """Move `module` to the device in place, set its memory format, and return it."""
         move(module, self.device)
         if self.channels_last:
             module.to(memory_format=torch.channels_last)
@@ -254,7 +254,7 @@ def resolve_precision(settings: EngineSettings) -> EngineSettings:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device `name`. The value "auto" selects the first GPU, or else the CPU.
+    """Return the device `name`. "auto" selects the first GPU, or the CPU if there is no GPU.
 
     Raises SettingsError if the device does not exist.
     """

@@ -128,7 +128,7 @@ class Optimization:
         return set_rate
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the optimizer state for the parameters of `model`, by `<parameter>/<name>`."""
+        """Return the optimizer state for the parameters of `model`, keyed `<parameter>/<name>`."""
         return {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()
@@ -266,7 +266,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
-    """Headline score of a constant prediction: the most frequent class, or the mean."""
+    """Headline score of always predicting the most frequent class or, in regression, the mean."""
 
 
 @torch.inference_mode()
@@ -277,9 +277,10 @@ def evaluate(
     compute: Compute,
     all_logits: list[Tensor] | None = None,
 ) -> Evaluation:
-    """Return the accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1.
+    """Return the accuracy in [0, 1] and the mean cross-entropy of `model` on x [N, ...], y [N].
 
-    If `all_logits` is not None, the logits of each batch are appended to it.
+    There must be at least one sample. If `all_logits` is not None, the logits of each batch are
+    appended to the list.
     """
     # Read the count before the batches are queued, so that its copy to the host does not wait for
     # them.

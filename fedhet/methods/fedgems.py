@@ -72,12 +72,12 @@ class FedGemsSettings(MethodSettings):
 
     @property
     def teachers(self) -> Literal["weighted", "mean", "none"]:
-        """Combination of the clients' logits: the setting `ensemble`, or the mean with FedGEM."""
+        """Combination of the clients' logits: `ensemble`, or the mean if `selective` is not set."""
         return self.ensemble if self.selective else "mean"
 
 
 def selection_for(settings: FedGemsSettings, task: Task) -> Selection:
-    """Return the selection rule of a task: by predicted class or, without classes, by error."""
+    """Return a task's selection rule: by predicted class, or by error if there are no classes."""
     from fedhet.algorithms.distillation import BY_CLASS, SelectionByError
 
     if task.has_distribution:

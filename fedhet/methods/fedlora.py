@@ -46,7 +46,7 @@ class FedLoraSettings(FedAvgSettings):
 
 @dataclass(frozen=True)
 class AdapterField(WeightsField):
-    """Declaration of a head and adapters; their rank may be smaller than the model's rank."""
+    """Message field with a head and adapters. The adapters' rank may be below the model's rank."""
 
     nested: bool = True
 
@@ -97,7 +97,7 @@ def with_rank(shapes: Shapes, rank: int) -> Shapes:
 
 
 def sent_sizes(settings: FedLoraSettings, client: ClientInfo, rule: Aggregation) -> Sizes:
-    """Return the axis sizes and the shapes of the tensors that are sent under a rule."""
+    """Return the axis sizes and the shapes of the tensors sent with an aggregation rule."""
     sizes = part_sizes(settings, client)
     if rule != "freeze-a":
         return sizes

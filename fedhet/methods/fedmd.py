@@ -27,11 +27,11 @@ class ConsensusSettings(MethodSettings):
     """
 
     def exchanged_in(self, task: Task) -> ScoreKind:
-        """Return the kind of scores exchanged in a task: logits if outputs have no distribution."""
+        """Return the kind of scores of a task: `exchanged`, or logits if it has no classes."""
         return self.exchanged if task.has_distribution else "logits"
 
     def unused_in(self, task: Task) -> tuple[str, ...]:
-        """Return the message fields of the kinds of scores that are not exchanged in a task."""
+        """Return the message fields that a task does not use, i.e. the other kinds of scores."""
         return tuple(kind for kind in get_args(ScoreKind) if kind != self.exchanged_in(task))
 
     if TYPE_CHECKING:

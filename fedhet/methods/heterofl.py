@@ -44,13 +44,13 @@ class HeteroFlSettings(FedAvgSettings):
 
     @property
     def widths(self) -> list[float]:
-        """Widths of the levels in `levels`."""
+        """Widths of the levels in `levels`, as fractions of the channels."""
         return [WIDTHS[level] for level in self.levels]
 
     def width_of(self, client: int) -> float:
-        """Return the width of the client with the number `client`.
+        """Return the width of client number `client`.
 
-        The number is negative for sites with their own data, which have the first width.
+        Sites with their own data have a negative number and the first width.
         """
         return self.widths[max(client, 0) % len(self.widths)]
 

@@ -3,11 +3,12 @@
 A built-in method consists of three modules: its declaration in `fedhet/methods`, its strategy in
 `fedhet/strategies` and its client in `fedhet/clients`. The strategy and the client are imported on
 first use. If a method extends another method, its declaration sets `EXTENDS` to the name of the
-other method. It may then omit its strategy or its client; the other method's class is used instead.
+other method. The extending method may then omit its strategy or its client, and uses the class of
+the other method instead.
 
 An external method is one module that contains a strategy and a client; the strategy's `spec` is
-the declaration. It is selected by its import path, `package.module`, or by the name of an entry
-point in the group `fedhet.methods`.
+the declaration. The setting `method` contains the import path of the module, `package.module`, or
+the name of an entry point in the group `fedhet.methods`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
 GROUP = "fedhet.methods"
-"""Entry-point group in which packages register methods, as name = "package.module"."""
+"""Entry-point group in which packages register methods, in the form name = "package.module"."""
 PACKAGE = "fedhet.methods"
 """Package that contains the built-in declarations, this module, and `spec`."""
 SIDES = ("fedhet.strategies", "fedhet.clients")
@@ -114,8 +115,8 @@ def find_method(name: str) -> Method:
         client on first use.
 
     Raises:
-        SettingsError: If the method is unknown or cannot be loaded, or if its settings table has
-            the name of a setting of every run.
+        SettingsError: If the method is unknown or cannot be loaded, or if a setting or settings
+            table of every run already has the name of the method's settings table.
     """
     table, reserved = _table(name), {full.partition(".")[0] for full in RunSettings.fields()}
     if table in reserved:

@@ -57,7 +57,7 @@ def model_shapes(
     Imports PyTorch.
 
     Args:
-        client: Description of the client: its model, sample shape, number of classes and kind.
+        client: Client, with its model, sample shape, number of classes, and sample kind.
         model: Name of another model for the client's samples, or "" for the client's model.
         part: Part of the model.
         feature_dim: Width of the features before the head, or None for the model's default.
@@ -93,7 +93,8 @@ class Protection:
     vectors: int = 0
     """Number of class sums that a client releases per round, e.g. 2 for features and logits."""
     norm: float = math.inf
-    """Upper bound of the L2 norm of each summed vector; used if it is below `class-clip`."""
+    """Upper bound of the L2 norm of each summed vector. Vectors are clipped to this bound or to
+    `class-clip`, whichever is lower."""
     passes: Callable[[Any, TrainingSettings, int], tuple[Passes, ...]] = local_passes
     """Called with the method's settings, the client's training settings and the number of rounds.
     Returns the passes over the client's samples that privacy accounting must count."""
@@ -264,7 +265,7 @@ class MethodSpec:
 
     @property
     def offered_kind(self) -> str:
-        """Kind of model offered to clients that have never trained, or "" if none is suitable.
+        """Kind of model offered to clients that have never trained, or "" if no kind is suitable.
 
         Only a global model is suitable. A method without a global model sends knowledge that a new
         client would have to train on first.
@@ -273,7 +274,7 @@ class MethodSpec:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks of this package that the method supports."""
+        """Names of the built-in tasks that the method supports."""
         return tuple(name for name, task in TASKS.items() if self.needs_task in task().properties)
 
     def losses(self, task: Task) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class UmPfsslSettings(MethodSettings):
     )
 
     def refresh_rounds(self, fraction: float) -> int:
-        """Return nu for a run that samples a fraction of its clients in each round."""
+        """Return the refresh interval nu, given the fraction of the clients in each round."""
         return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
 
 
@@ -58,7 +58,7 @@ def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
 
 
 def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
-    """Reject models without dropout, because their predictions would not vary.
+    """Reject models without dropout, because all passes would yield the same predictions.
 
     Raises SettingsError if the client's model has no dropout.
     """

@@ -91,8 +91,8 @@ EXTERNAL = (
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""Functions for each family of custom or library models: match a name, check it, and build the
-model."""
+"""Functions of each family of custom or library models. They match a name, check the name, and
+build the model."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
 )
@@ -148,7 +148,7 @@ def is_registered(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _lookup(name: str) -> ModelInfo | None:
-    """Return the entry of a registered network or one of its variants, or None if unknown.
+    """Return the entry of a registered network or of a variant, or None if the name is unknown.
 
     Variants have a fraction of the channels (cnn2-x0.5), group norms instead of batch norms
     (cnn2-gn), both (cnn2-gn-x0.5), or pretrained weights.
@@ -366,8 +366,8 @@ def _assemble(
 def _native_width(name: str, shape: Shape) -> int:
     """Compute the feature width D of a registered extractor with a forward pass of two samples.
 
-    The meta device is used for large samples, because a shape reported by a client must not
-    allocate memory, and for pretrained networks, to avoid loading weights. For other models, the
+    Large samples use the meta device, because a shape reported by a client must not allocate
+    memory. Pretrained networks use the meta device to avoid loading weights. For other models, the
     meta device would be slower, because it imports PyTorch's compiler. Text models need the CPU to
     read text lengths.
     """

@@ -103,9 +103,10 @@ def check_adapted(name: str) -> None:
 def assemble_adapted(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
 ) -> HetModel:
-    """Return the base model with adapters and linear layers. Raises ModelError if it is unsuitable.
+    """Build a base model with adapters and linear layers.
 
-    The weights of the base model are read in the first forward pass.
+    The weights of the base model are read in the first forward pass. Raises ModelError if the base
+    model is unsuitable.
     """
     parts = _parsed(name)
     config = configuration(parts.base)
@@ -149,8 +150,8 @@ class ImageReader:
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
         """Return the features [N, D] of images.
 
-        The features are the last hidden state of the class token, or the mean state if the network
-        has no class token.
+        The features are the last hidden state of the class token, or the mean of all last hidden
+        states if the network has no class token.
         """
         x = x.expand(-1, self.channels, -1, -1)
         if tuple(x.shape[2:]) != self.size:

@@ -3,7 +3,7 @@
 A torch model consists of an extractor and a classifier (head). Methods that exchange features
 (Felo, Velo) use the two parts separately. They require the same feature width on all clients, so a
 linear adapter is added if necessary. Weights are sent and stored as named arrays, for the entire
-model or a part.
+model or for a part of it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class HetModel(nn.Sequential):
 def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | None) -> HetModel:
     """Add a linear classifier to an extractor.
 
-    If `feature_dim` differs from the width `native` of the extractor, a linear adapter is appended.
+    If `feature_dim` differs from the extractor's width `native`, a linear adapter is inserted
+    between the extractor and the classifier.
     """
     width = native if feature_dim is None else feature_dim
     if width != native:
@@ -138,8 +139,8 @@ def output_shape(
 ) -> tuple[int, ...]:
     """Return the output shape of `module` in evaluation mode for two samples of `shape`.
 
-    If `kind` is None, the samples are numbers. The forward pass runs on torch's default device,
-    which may be "meta", but not for texts, because text models read the lengths of texts.
+    If `kind` is None, the samples are numbers. The forward pass runs on torch's default device. The
+    device may be "meta", except for texts, because text models read the lengths of texts.
     """
     with evaluating(module), torch.no_grad():
         return tuple(module((kind or IMAGE).blank(2, tuple(shape))).shape)
@@ -230,7 +231,7 @@ def evaluate_models(
     metrics: Sequence[str],
     task: Task = CLASSIFICATION,
 ) -> Evaluations:
-    """Evaluate each of the `models`, by kind, on each of the test `splits`, by protocol."""
+    """Evaluate each model on each test split. `models` are keyed by kind, `splits` by protocol."""
     return {
         (protocol, kind): evaluate_model(model, split, compute, metrics, task)
         for protocol, split in splits.items()

@@ -243,7 +243,7 @@ def numeric_columns(x: Array) -> Array:
 
 
 def _scikit_learn(name: str, seed: int, numbers: bool) -> Any:
-    """Return a new classifier or regressor, which does not standardize one-hot columns."""
+    """Return a new classifier or regressor that does not standardize one-hot columns."""
     if name == "sk-tree":
         from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 

@@ -314,7 +314,7 @@ def _encoder(name: str) -> nn.Module:
 
 
 def transformers_library(model: str, extra: str) -> Any:
-    """Import transformers. Raises ModelError, which names `model` and `extra`, if it is missing."""
+    """Import transformers. Raises ModelError, which names `model` and `extra`, if this fails."""
     try:
         import transformers
         from transformers.utils.logging import disable_progress_bar

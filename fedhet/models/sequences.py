@@ -197,7 +197,8 @@ class TextCnn(nn.Module):
         channels = vectors.transpose(1, 2)
         maxima = []
         for size, conv in zip(KERNELS, self.convs, strict=True):
-            padded = F.pad(channels, (0, size - 1))  # Kernels cover a token and later tokens.
+            # Pad only the end, because each kernel covers a token and the tokens after it.
+            padded = F.pad(channels, (0, size - 1))
             maxima.append(masked_max(F.relu(conv(padded)).transpose(1, 2), mask))
         # Interleave the kernels, so that a narrower model has the first features of a wider model.
         features: Tensor = self.dropout(torch.stack(maxima, 2).flatten(1))

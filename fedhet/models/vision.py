@@ -29,7 +29,10 @@ SMALL_SIDE = 64
 
 
 def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0.0) -> nn.Module:
-    """Build conv 3x3, BN, (dropout), ReLU, (max-pool 2x2): [N, I, H, W] -> [N, O, H', W']."""
+    """Build a 3x3 convolution with batch norm and ReLU: [N, I, H, W] -> [N, O, H', W'].
+
+    Optional dropout follows the batch norm, and optional 2x2 max-pooling follows the ReLU.
+    """
     layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)]
     layers += [*([Dropout(dropout)] if dropout else []), nn.ReLU()]
     return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
@@ -90,10 +93,10 @@ def lenet5(shape: Shape) -> nn.Module:
 
 
 def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
-    """Build a CoFED CNN with pooling after the first two convs: [N, C, H, W] -> [N, widths[-1]].
+    """Build a CoFED CNN: [N, C, H, W] -> [N, widths[-1]].
 
-    The widths are from the paper; batch norm, max-pooling, and global average pooling follow the
-    authors' published code.
+    The widths are from the paper. As in the authors' published code, each convolution has a batch
+    norm, max-pooling follows the first two convolutions, and global average pooling comes last.
     """
     pairs = zip((shape[0], *widths[:-1]), widths, strict=True)
     layers = [conv_bn(i, o, pool=place < 2) for place, (i, o) in enumerate(pairs)]
@@ -365,7 +368,7 @@ GENERATED_COFED = MappingProxyType(
         for name in [f"cofed-{'-'.join(map(str, widths))}"]
     }
 )
-"""All architectures that `random_cofed` can draw, by names such as cofed-24-40."""
+"""All architectures that `random_cofed` can draw, keyed by name, e.g. cofed-24-40."""
 DRAWN = (
     DrawnInfo(
         "cofed-random",
@@ -377,7 +380,7 @@ DRAWN = (
     ),
 )
 # Blocks in each of the four stages. Felo uses ResNet-10, 14, 18, 22, and 26 "from the PyTorch
-# source codes", but PyTorch has only ResNet-18. The other layouts follow n = 2 * blocks + 2.
+# source codes", but PyTorch has only ResNet-18. The other depths are 2 * blocks + 2.
 BASIC = {
     10: (1, 1, 1, 1),
     14: (1, 1, 2, 2),
@@ -387,8 +390,8 @@ BASIC = {
     34: (3, 4, 6, 3),
 }
 BOTTLENECK = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-# FedGEMS, Tables 10 to 12: blocks in each of the three stages, n = 3 * blocks + 2. Table 11 prints
-# (1, 1, 2) for the fourth "ResNet-17" (clients 8 and 16), although it has 14 layers.
+# Blocks in each of the three stages (FedGEMS, Tables 10 to 12). The depth is 3 * blocks + 2. Table
+# 11 prints (1, 1, 2) for the fourth "ResNet-17" (clients 8 and 16), although it has 14 layers.
 GEMS = {
     "11": ((1, 1, 1), "Table 10; Table 11, clients 1, 9"),
     "14-a": ((1, 1, 2), "Table 11, clients 2, 10"),
@@ -414,7 +417,7 @@ TORCHVISION: Mapping[str, str] = MappingProxyType(
         "efficientnet-b0": "efficientnet_b0",
     }
 )
-"""Names of torchvision networks, which are also available with pretrained weights."""
+"""Names in torchvision of the networks that are also available with pretrained weights."""
 SMALL_DROPOUT = 0.25
 """Dropout rate of small networks; ResNet-9's rate of 0.5 is too high for 16 and 32 filters
 (docs/results.md)."""

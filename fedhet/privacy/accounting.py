@@ -54,9 +54,9 @@ class Noise:
 
     gradients: float
     sums: float = 0.0
-    """Noise multiplier of class sums."""
+    """Noise multiplier for class sums."""
     counts: float = 0.0
-    """Noise multiplier of class counts."""
+    """Noise multiplier for class counts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def epoch(rows: int, batch_size: int, noise: float) -> Release:
 
 
 def combined_noise(sums: float, counts: float, vectors: int) -> float:
-    """Return the noise of a single mechanism that is equivalent to `vectors` sums and a count.
+    """Return the noise multiplier of a mechanism equivalent to `vectors` sums and a count.
 
     A sample changes one row of each class sum by at most the clipping norm, and one class count by
     1. As for all Gaussian mechanisms on the same samples, the inverse squares of the noise

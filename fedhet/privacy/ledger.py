@@ -46,8 +46,8 @@ class Entry(BaseModel):
     sampling: float
     count: int
     source: str = ""
-    """Source of the noise; empty in entries from old versions, whose noise an attacker can
-    remove."""
+    """Source of the noise. In entries from old versions, the source is empty, and an attacker can
+    remove the noise."""
 
     @property
     def release(self) -> Release:

@@ -14,8 +14,9 @@ widths. A larger standard deviation compensates for this increase.
 
 Felo, Velo, FedHe and FedProto send private class means, computed from clipped and noised sums. For
 every class c, present or not, S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I) and n_c = count +
-N(0, z_n^2). Computing the mean S_c / n_c is postprocessing and consumes no further budget. Classes
-with a small n_c are omitted.
+N(0, z_n^2). Here, f are the features or logits of each sample, R is the clipping norm, and z_f and
+z_n are the noise multipliers of sums and counts. Computing the mean S_c / n_c is postprocessing and
+consumes no further budget. Classes with a small n_c are omitted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from fedhet.privacy.accounting import Noise
 CIPHER = "AES-256-CTR"
 """Name of the noise source in the ledger."""
 GRID = 1024
-"""Reciprocal of the maximum relative increase in noise that compensates for rounding."""
+"""Reciprocal of the maximum relative increase in the standard deviation, which compensates for
+rounding."""
 HOST_PART, DEVICE_PART = 2**14, 2**22
 """Number of values to process at a time: on the host, where they fit into the CPU cache, and on a
 device."""
@@ -55,10 +57,11 @@ class SecretNoise:
         self._stream = cipher.encryptor()
 
     def add(self, values: Sequence[Tensor], noise: float, norm: float) -> list[Tensor]:
-        """Add Gaussian noise of std `noise * norm` to `values` with the L2 sensitivity `norm`.
+        """Add Gaussian noise to `values` that have the L2 sensitivity `norm`.
 
-        The standard deviation is increased by a factor of at most 1 + 1 / GRID to compensate for
-        rounding. Random bits are drawn on the host and transformed on the values' device.
+        The standard deviation is `noise * norm`, increased by a factor of at most 1 + 1 / GRID to
+        compensate for rounding. Random bits are drawn on the host and transformed on the values'
+        device.
         """
         if noise == 0:
             return list(values)
@@ -78,7 +81,7 @@ class SecretNoise:
         return [part.view_as(value) for part, value in zip(parts, values, strict=True)]
 
     def sample(self, rows: int, rate: float) -> Tensor:
-        """Draw a Poisson sample of row indices [B], each included with probability `rate`.
+        """Draw a Poisson sample of row indices [B]; it contains each row with probability `rate`.
 
         The exact probability is `rate`, rounded down to a multiple of 2**-64.
         """

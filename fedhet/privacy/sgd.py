@@ -46,9 +46,10 @@ class PrivateOptimization(Optimization):
             yield self._secret.sample(samples, rate).to(device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Take a noised step on the mean loss of a Poisson sample, or on None for an empty sample.
+        """Take a noised step on the mean loss of a Poisson sample.
 
-        `penalty` must depend only on the weights; its gradient is added after the noise.
+        `loss` is None if the sample is empty. `penalty` must depend only on the weights; its
+        gradient is added after the noise.
         """
         parameters = [p for p in self.parameters() if p.requires_grad]
         for parameter in parameters:
@@ -194,9 +195,10 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class _RandomInputs:
-    """Test of a model on random samples, whose results must be equal up to rounding errors.
+    """Tests, on random samples, that a sample's results do not depend on other samples.
 
-    Each test returns a description of how the samples depend on each other, or "" if they do not.
+    Results are compared up to rounding errors. Each test returns a description of the dependence,
+    or "" if there is none.
     """
 
     model: HetModel
@@ -209,8 +211,8 @@ class _RandomInputs:
     def dependence_of_outputs(self) -> str:
         """Compare forward passes in training and evaluation mode.
 
-        Compares the outputs of each sample alone, in batches of several sizes, in reverse order,
-        next to other samples, and on a repeated call.
+        A sample must have the same outputs alone, in batches of several sizes, in reverse order,
+        next to other samples, and in a repeated call.
         """
         for training in (True, False):
             self._set_mode(training=training)
