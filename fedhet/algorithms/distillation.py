@@ -117,7 +117,7 @@ def mutual_loss(
 
 
 def has_label(labels: Tensor) -> Tensor:
-    """Return the mask [N] of the samples with at least one label [N, K] that is not missing (NaN)."""
+    """Return the mask [N] of the samples with at least one label [N, K] that is not NaN."""
     return ~labels.isnan().all(1)
 
 
