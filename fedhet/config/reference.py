@@ -52,7 +52,7 @@ REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
 SUMMED_WITHIN = {"all": "all clients", "architecture": "the clients of each architecture"}
-"""Description of the clients whose replies are summed."""
+"""Description of the clients whose replies are summed, for each value of `within`."""
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with privacy")
 SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
@@ -198,7 +198,7 @@ def _short(values: str) -> str:
 
 
 def _own_settings(method: Method) -> str:
-    """Build the table of a method's settings, and paper values that differ from the defaults."""
+    """Build the table of a method's settings, with paper values that differ from the defaults."""
     name = method.name
     published = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
     rows = []
@@ -337,7 +337,7 @@ def paper_settings() -> dict[str, Any]:
 def differences(name: str) -> list[tuple[str, str, str, str]]:
     """Return (setting, default, value in the paper, reason) for each default that differs.
 
-    If a setting cannot express the paper's value, the file describes the value in words.
+    If a setting cannot express the paper's value, paper_settings.toml describes the value in words.
     """
     # Import lazily, because the default models need PyTorch, which `fedhet methods` does not load.
     from fedhet.config.resolve import resolve

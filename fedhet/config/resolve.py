@@ -56,8 +56,8 @@ Other values need the replies of individual clients, late replies, or cohorts th
 round.
 """
 MIN_SUMMED = 3
-"""Minimum number of clients in a sum, because each of two clients could learn the other's reply by
-subtracting its own."""
+"""Minimum number of clients in a sum. In a sum of two replies, each client could learn the other
+client's reply by subtracting its own reply."""
 PRIVATE: Mapping[str, tuple[object, ...]] = {
     "training.clip": (0.0,),
     "training.semi": ("none",),
@@ -184,7 +184,7 @@ def complete(given: GivenSettings) -> Config:
 def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
     """Return the run's metrics, with the task's headline metric first.
 
-    Checks that the method supports the task, and that the task has the metrics.
+    Checks that the method supports the task, and that the metrics belong to the task.
     """
     task, spec = task_for(run.data), method.spec
     if spec.needs_task not in task.properties:

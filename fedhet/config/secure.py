@@ -34,8 +34,8 @@ from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, SERVER, is_name
 PEERS = "peers.toml"
 KEY_ENDING, PUBLIC_ENDING = ".peer.key", ".peer.toml"
 MIN_PEERS, MAX_PEERS = 3, 1000
-"""Minimum and maximum number of sites. With only two sites, each could subtract its own values from
-the sum."""
+"""Minimum and maximum number of sites. With only two sites, each site could compute the other
+site's values by subtracting its own values from the sum."""
 SIMULATED = "_peers"
 """Directory of the keys of simulated clients, within their private state directory. No client has
 this name."""
@@ -76,7 +76,7 @@ class Peers:
     colluding: int = 1
     """Number c of sites that may collude with the server without learning a site's values."""
     least: int = 0
-    """Minimum number of sites in a round; 0 is replaced by the smallest permitted number."""
+    """Minimum number of sites in a round; 0 is replaced with the smallest permitted number."""
     cap: int = 1
     """Number of samples above which a site's weight no longer increases."""
 
@@ -148,7 +148,7 @@ class Peers:
 
 
 def read_peers(path: str | Path) -> Peers:
-    """Read a peers file. Raises SettingsError, naming file and entry, if it is invalid."""
+    """Read a peers file. Raises SettingsError, naming the file and the entry, if it is invalid."""
     rules = ("colluding", "least", "cap")
 
     def parse(values: dict[str, Any]) -> Peers:
@@ -167,7 +167,10 @@ def read_peers(path: str | Path) -> Peers:
 
 
 def read_public(path: str | Path) -> Peer:
-    """Read a site's public file. Raises SettingsError, naming file and entry, if it is invalid."""
+    """Read a site's public file.
+
+    Raises SettingsError, naming the file and the entry, if it is invalid.
+    """
     return _read(path, _peer, "Create it with `fedhet certs DIR --peer NAME`, at the site.")
 
 

@@ -55,7 +55,7 @@ _NUM_SAMPLED = 20
 """Number of lines from which a CSV file's separator is detected."""
 _REFERENCE = 8
 NumberedRows = Iterator[tuple[int, Mapping[str, object]]]
-"""Rows, each with the number of its first line."""
+"""Iterator over the rows of a file, each with the number of its first line in the file."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Cells:
 
     @cached_property
     def decimal_separator(self) -> str:
-        """Decimal separator in the columns, or "" if none or both are recognized."""
+        """Decimal separator in the columns, or "" if no or both separators are recognized."""
         return self._agreed(decimal_separator)
 
     @cached_property
@@ -333,9 +333,9 @@ class Cells:
         return self.columns[name]
 
     def owners(self) -> dict[str, Any]:
-        """Return `groups` and `group_names` of a `Dataset` from `data.by`, or {} if it is empty.
+        """Return the `Dataset` fields for the owners in the column `data.by`, or {} if it is empty.
 
-        Raises DataError if the owner of a row is missing.
+        These are `groups` and `group_names`. Raises DataError if the owner of a row is missing.
         """
         if not (by := self.spec.by.strip()):
             return {}
@@ -551,7 +551,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
             numeric = pa.types.is_floating, pa.types.is_integer, pa.types.is_decimal
             if any(is_numeric(value_type) for is_numeric in numeric):
                 typed.add(key)
-            # One value with the encoding DELTA_BYTE_ARRAY may be as large as all pages.
+            # Limit the batch size, because one DELTA_BYTE_ARRAY value may be as large as its chunk.
             batch_size = max(1, min(2**16, spec.max_bytes // largest.get(name, 1)))
             column: list[str] = []
             distinct: dict[str, str] = {}

@@ -72,12 +72,13 @@ class Files:
     endings: tuple[str, ...]
     """File extensions, in lower case."""
     read: Callable[[Sequence[str], DataSpec, Shape | None], Tensor]
-    """Function from paths, settings, and a required shape (or None) to samples [N, ...]."""
+    """Function that takes paths, data settings, and a required shape (or None), and returns samples
+    [N, ...]."""
     kind: str
     """Kind of the samples."""
     shape: Callable[[DataSpec], Shape] = lambda spec: ()
-    """Function from settings to the shape of a sample; () = the shape of the array that was
-    read."""
+    """Function that returns the shape of a sample for given data settings; () = the shape of the
+    array that was read."""
     bare: bool = False
     """Whether to read files without an extension if no file in the tree has one of `endings`."""
 
@@ -111,7 +112,7 @@ class Unused:
 
     @property
     def num_user_files(self) -> int:
-        """Number of files that were not created by other programs."""
+        """Number of unused files that were not created by other programs."""
         return len(self) - sum(n for (_, why), n in self._counts.items() if why == _TOOL_REASON)
 
     def __str__(self) -> str:
@@ -288,9 +289,10 @@ class Scan:
         return exact
 
     def unwrapped(self, root: Path) -> Path:
-        """Skip directories with a single subdirectory, which unpacking an archive often creates.
+        """Skip wrapper directories, and return the first directory that is not a wrapper.
 
-        The subdirectory must contain directories and no samples, as in archive/archive/train.
+        Unpacking an archive often creates a directory with a single subdirectory. It is skipped if
+        the subdirectory contains directories and no samples, as in archive/archive/train.
         """
         for _ in range(MAX_DEPTH):
             here = self.listed(root)
@@ -308,7 +310,7 @@ class Scan:
         return root
 
     def parts(self, top: Path) -> tuple[Path, Path | None]:
-        """Return the directories of the training files and of the test files, if any."""
+        """Return the directory of the training part, and the directory of the test part or None."""
         parts = self.find_parts(top)
         if not any(parts.values()):
             return top, None

@@ -80,7 +80,7 @@ class Form:
 
 
 def to_pixels(image: Image, form: Form, where: str) -> Pixels:
-    """Convert an image to an array [C, H, W], as image viewers display it.
+    """Convert an image, as displayed by image viewers, to a uint8 array [C, H, W].
 
     Applies the EXIF orientation, adds a white background to transparent images, scales 16-bit
     values by their full range, and reads only the first frame. Color profiles are ignored. Raises
@@ -240,7 +240,7 @@ def decode_blocks(files: Sequence[str], form: Form) -> Iterator[Pixels]:
     def pixels(path: str) -> Pixels:
         with open_checked(path) as image:
             needed = 4 * _THREADS * image.width * image.height
-            # The limit applies even if the image is resized afterwards.
+            # Check the original size, because an image is decoded completely before it is resized.
             if needed > form.max_bytes:
                 raise DataError(
                     f"{path}: expected at most data.max-bytes = {form.max_bytes} bytes in memory, "
@@ -262,4 +262,4 @@ IMAGES = Files(
     decode,
     "image",
 )  # fmt: skip
-"""Image files, recognized by common file extensions."""
+"""File type of images, with the common file extensions."""

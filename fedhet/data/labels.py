@@ -1,4 +1,4 @@
-"""Targets of samples that are not rows of a table: label tables of files, and arrays `y`.
+"""Readers of targets for samples that are not table rows: label tables, and arrays `y`.
 
 A label table, such as labels.csv, is in a directory of images or texts. Its column `file` contains
 the path of a file relative to this directory; its other columns are targets or owners. `Task.infer`
@@ -48,10 +48,10 @@ def array_cells(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: 
     """Convert targets [N] or [N, K] to a table with a column for each target.
 
     Args:
-        y: Numbers; NaN = missing.
+        y: Numbers, in which NaN marks a missing target.
         where: Source of the array, for messages.
         spec: Data settings. `data.target` names the columns.
-        target: Names that take precedence over `data.target`, such as the names in a schema.
+        target: Comma-separated names, such as the names in a schema, that replace `data.target`.
 
     Raises:
         DataError: If the array is not numeric, if a number is infinite or too large, or if the
@@ -135,13 +135,13 @@ def read_label_tables(
         tables: Label tables by part, from `find_label_tables`.
         files: Type of the files.
         spec: Data settings.
-        schema: Schema of the targets that all sites share; None = inferred from the training part.
+        schema: Schema of the targets, shared by all sites; None = infer it from the training part.
         names: Classes in order, if there is no schema; () = the labels in the training part.
         like: Required shape of the samples, if any.
 
     Raises:
-        DataError: If a table is invalid, lists a file that does not exist or lists it twice, or
-            lacks the row of a file.
+        DataError: If a table is invalid, lists a missing file, lists a file twice, or has no row
+            for an existing file.
     """
     path, by = tables[TRAIN], spec.by.strip()
     spec = spec.replace(target=schema.target) if schema else spec
@@ -177,7 +177,7 @@ def read_label_tables(
 
 
 def _read_part(path: Path, files: Files, spec: DataSpec) -> tuple[list[str], Cells]:
-    """Return the file path of each row of a label table, and the table."""
+    """Read a label table, and return the file path of each row and the table."""
     cells, root, scan = read_table(path, spec), path.parent, Scan(files)
     if FILE not in cells.columns:
         raise missing_column_error(path, FILE, cells.columns)

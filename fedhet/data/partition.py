@@ -80,7 +80,7 @@ def is_natural(dataset: Dataset) -> bool:
 
 
 def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
-    """Draw the test split from the `count` rows of client `name`.
+    """Split the `count` rows of client `name` at random into training and test rows.
 
     Returns the sorted positions of training and test rows. If `spec.test_fraction` is 0, the test
     split is empty. Raises DataError if too few training samples remain.
@@ -97,7 +97,7 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
 
 
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
-    """Return the first drawn partition with enough samples per client and all classes.
+    """Return the first drawn partition that has enough samples per client and contains all classes.
 
     If no draw covers all classes, returns the draw that covers the most classes. Raises DataError
     if no draw has enough samples per client.
@@ -161,8 +161,8 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     )
 
 
-# These functions draw the same partitions as flwr-datasets 0.6, whose import would take longer than
-# a small run.
+# The following functions draw the same partitions as flwr-datasets 0.6, which is not used because
+# its import would take longer than a small run.
 
 
 def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
@@ -201,9 +201,10 @@ def _shards(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Ind
 
 
 def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
-    """Draw `data.classes-per-client` classes per client, and divide each class among its clients.
+    """Draw `data.classes-per-client` classes for each client.
 
-    Li et al., *Federated Learning on Non-IID Data Silos: An Experimental Study*, ICDE 2022.
+    Each class is divided evenly among the clients that drew it. Li et al., *Federated Learning on
+    Non-IID Data Silos: An Experimental Study*, ICDE 2022.
     """
     classes = np.unique(labels)
     drawn = [
@@ -263,7 +264,7 @@ Superclasses = str | tuple[tuple[str, ...], ...]
 """Name of a known grouping, or the classes in each superclass."""
 _ASSIGNMENTS = 50
 _TASKS = 5
-"""Maximum number of draws of the label spaces. They are redrawn if a class has too few samples."""
+"""Maximum number of draws of the label spaces, which are redrawn if a class has too few samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,10 +402,10 @@ def _draw_class(
 def _draw_subclasses(
     remaining: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, only_enough: bool
 ) -> Index:
-    """Draw the subclasses of one client: all (IID), or the number set by `data.subclasses`.
+    """Draw the subclasses of one client: all subclasses (IID), or a number in `data.subclasses`.
 
-    With `only_enough`, only subclasses with enough remaining rows are drawn, and their number may
-    differ from the setting.
+    With `only_enough`, only subclasses with enough remaining rows are drawn. If there are too few,
+    another number in `data.subclasses` is tried.
     """
     present = np.array(sorted(remaining))
     if spec.subclasses == "all":
@@ -426,8 +427,8 @@ def labeled_parts(
 ) -> tuple[Split, Split]:
     """Return a client's labeled and unlabeled training samples.
 
-    If the client has separate unlabeled samples, the settings have no effect. Otherwise,
-    `split_labels` hides the labels of some samples.
+    If the client has separate unlabeled samples, all samples are returned unchanged. Otherwise,
+    `split_labels` hides the labels of some training samples.
     """
     if data.unlabeled is not None:
         return data.train, data.unlabeled

@@ -38,7 +38,7 @@ from fedhet.settings.schema import build, invalid_setting, kebab
 
 LOG = logging.getLogger("fedhet")
 SCHEMA = "schema.toml"
-"""Schema file for a site's table; all sites share the same schema."""
+"""Name of the schema file for a site's table or targets; all sites share the same schema."""
 DECLARATION = "site.toml"
 """Declaration file of a private site: data settings, number of classes, and shape."""
 CLASSES = "classes.txt"
@@ -127,7 +127,7 @@ class Declaration:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Declared values of run settings, by full name."""
+        """Values that the site declares for settings of a run, by full name of the setting."""
         flat = self.spec.flat()
         values = {f"data.{kebab(name)}": flat[kebab(name)] for name in READING}
         return values | {"models.num-classes": len(self.names)}
@@ -163,7 +163,7 @@ class Declaration:
                 directory, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
         except Exception as error:
-            # The server receives the type of the error, so it must not depend on the data.
+            # The server receives the type of the error, so the type must not depend on the data.
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
@@ -323,7 +323,7 @@ def _read_rows(
     test_rows = find_rows(root, "test")
     if sample_kind(spec) is not TABLE and not (schema and schema.columns):
         return read_texts(rows, test_rows, spec, names, classes, schema)
-    schema = schema or read_schema(root / SCHEMA)  # This reports the missing file.
+    schema = schema or read_schema(root / SCHEMA)  # `read_schema` reports a missing file.
     if not schema.columns:
         raise DataError(
             f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
@@ -346,7 +346,7 @@ def _read_tree(
     *,
     unlabeled: bool,
 ) -> tuple[Dataset, Split | None, int]:
-    """Read a site's tree with one directory for each class; see `_read` for the result."""
+    """Read a site's tree with one directory for each class. Returns the same values as `_read`."""
     tree = find_tree(root, files, classes=names, all_classes=False)
     if len(tree.classes) != classes:
         raise DataError(

@@ -295,7 +295,7 @@ def encode_labels(names: Sequence[str] | npt.NDArray[Any]) -> Index:
 
 
 def encode_owners(owners: Sequence[str] | npt.NDArray[Any]) -> dict[str, Any]:
-    """Return `groups` and `group_names` of a `Dataset` from the owner of each sample [N]."""
+    """Return the `Dataset` fields `groups` and `group_names`, given the owner of each sample."""
     names, groups = np.unique(np.asarray(owners), return_inverse=True)
     return {"groups": groups.astype(np.int64), "group_names": tuple(map(str, names))}
 
@@ -321,21 +321,21 @@ class Source:
     line: str
     """One-line description."""
     read: Callable[[str, DataSpec], Dataset]
-    """Function from a place and settings to the decoded dataset. Raises DataError if the data is
-    invalid."""
+    """Function that takes a location and the data settings, and returns the decoded dataset. Raises
+    DataError if the data is invalid."""
     place: str = ""
     """Placeholder of the location, such as DIR; "" = the source has no location."""
     kind: Kind = IMAGE
     """Kind of the samples."""
     infer_kind: Callable[[str], Kind] | None = None
-    """Function from a place to the sample kind, if the kind depends on the data. Returns IMAGE if
-    the data is unreadable."""
+    """Function that returns the sample kind of a location's data, or IMAGE if the data is
+    unreadable; None = the kind does not depend on the data."""
     parse: Callable[[str], Location] = Location
-    """Function that parses a place as a `Location`. All code that permits, reads, or copies data
+    """Function that parses a location, given as text. All code that permits, reads, or copies data
     uses this function."""
     files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
-    """Function from a location's path and settings to the file or directory to read, or to None if
-    there is none."""
+    """Function that takes a location's path and the data settings, and returns the file or
+    directory to read, or None if there is none."""
     imports: bool = False
     """Whether the location names Python code to import instead of a path."""
     whole_clients: bool = False

@@ -117,8 +117,8 @@ class RunData:
     def common_test_of(self, kind: str, shape: Shape, order: str = "") -> Split | None:
         """Return the common test set, or None if it does not exist or has another kind or shape.
 
-        If its targets are not classes, `order`, the clients' digest from `order_of`, must also
-        agree, because scores would have another unit otherwise. A warning is logged if it differs.
+        For tasks other than classification, the clients' digest `order` (see `order_of`) must also
+        match, because the scores would otherwise have another unit. A mismatch is logged.
         """
         try:
             dataset = self.dataset
@@ -137,7 +137,7 @@ class RunData:
         return dataset.test
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending. By default, it has all outputs."""
+        """Return the label space of client `index`, ascending; all outputs by default."""
         if self._has_label_spaces:
             return self._assignment.spaces[index]
         return tuple(range(self.dataset.outputs))
@@ -153,7 +153,7 @@ class RunData:
         }
 
     def strata(self) -> tuple[tuple[str, ...], Index]:
-        """Return the classes, or groups of targets, and the group [N] of each training sample."""
+        """Return the names of the classes (or target groups), and the group [N] of each sample."""
         return self.dataset.task.strata(self.dataset.train.y, self.dataset.classes)
 
     def owners(self) -> dict[str, str]:
@@ -360,7 +360,7 @@ class RunData:
         return partition(self.dataset, self.spec)
 
     def _samples(self, index: int) -> tuple[Split, Split]:
-        """Return the training and test samples of a client, copied or mapped from a file."""
+        """Return a client's training and test samples: a copy, or views of the shared file."""
         dataset, (train, test), shared = self.dataset.train, self.split_rows(index), self._shared
         if shared is None:
             return dataset.take(train), dataset.take(test)

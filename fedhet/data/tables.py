@@ -64,7 +64,7 @@ _ROW_NAME = re.compile(
     r"index|level_\d+|rownames?|row[ _.-]?(names?|ids?|numbers?|nr|no|num|index)?|(.+[ _.-])?id|#",
     re.IGNORECASE,
 )
-"""Names of columns that identify a row if all values in the column differ."""
+"""Pattern for the names of columns that identify a row if all values in the column differ."""
 
 
 class _Frozen(BaseModel):
@@ -156,7 +156,7 @@ class TableSchema(_Frozen):
 
     @property
     def digest(self) -> str:
-        """Hash of the features and targets."""
+        """Hash of all fields that affect the encoding of features and targets."""
         other = {"task", "targets"} if self.task == CLASSIFICATION.name else set()
         text = self.model_dump_json(exclude={"max_unknown", *other})
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -471,7 +471,7 @@ def _features(
 
 
 def labeled_split(schema: TableSchema, cells: Cells) -> Split:
-    """Encode the rows of a table with their targets.
+    """Encode the features and the targets of a table's rows.
 
     Raises DataError for a row without a valid target.
     """

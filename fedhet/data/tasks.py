@@ -69,7 +69,7 @@ AUTO = "auto"
 MAX_CLASSES = 1000
 """Maximum number of classes of a table."""
 MAX_PREDICTION = 1e15
-"""Maximum magnitude of predictions when scores are computed. Replaces undefined predictions."""
+"""Maximum magnitude of predictions when scores are computed. NaN is replaced with this value."""
 NUM_STRATA = 10
 """Number of equally sized groups of samples that replace the classes if targets are numbers."""
 LOSS, CLASSES, LIKELIHOOD = "loss", "classes", "likelihood"
@@ -192,7 +192,7 @@ class Task(ABC):
     def restriction(self, space: Tensor) -> LabelSpace:
         """Return a module that restricts outputs and targets to a client's classes `space`.
 
-        The default has no effect.
+        By default, the module has no effect.
         """
         from fedhet.learning.training import AllOutputs
 
@@ -248,7 +248,7 @@ class Classification(Task):
     def infer(
         cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
     ) -> Mapping[str, Any]:
-        """Return the classes: the sorted distinct values of the target column."""
+        """Return the field `classes`: the sorted distinct values of the target column."""
         labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
         exact, distinct = spec.target in spec.categories, {*labels}
         lists = [
@@ -277,7 +277,7 @@ class Classification(Task):
         return {"classes": classes}
 
     def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the class of each row [N]."""
+        """Return the class indices [N] of the rows."""
         import torch
 
         words, values = Words(schema.classes), Distinct.of(cells.column(schema.target))
@@ -292,19 +292,19 @@ class Classification(Task):
         return torch.from_numpy(places[values.codes])
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the cross-entropy."""
+        """Return the cross-entropy as the loss function."""
         from torch.nn.functional import cross_entropy
 
         return cross_entropy if reduction == "mean" else partial(cross_entropy, reduction=reduction)
 
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the divergence KL(teacher || student) of the class probabilities."""
+        """Return KL(teacher || student) of the class probabilities as the loss function."""
         from fedhet.algorithms.distillation import distillation_loss, divergences
 
         return distillation_loss if reduction == "mean" else divergences
 
     def restriction(self, space: Tensor) -> LabelSpace:
-        """Restrict logits and labels to the client's label space."""
+        """Return a module that restricts logits and labels to the client's label space."""
         from fedhet.learning.training import LabelSpace
 
         return LabelSpace(space)
@@ -380,7 +380,7 @@ class Regression(Task):
     def infer(
         cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
     ) -> Mapping[str, Any]:
-        """Return the columns of the targets, with their means and deviations."""
+        """Return the task, and the target columns with their means and standard deviations."""
         from fedhet.data.tables import infer_column
 
         columns = []
@@ -391,7 +391,7 @@ class Regression(Task):
 
     @classmethod
     def of_schema(cls, schema: TableSchema) -> Regression:
-        """Return the task, with the means and deviations of the target columns."""
+        """Return the task, with the means and standard deviations of the target columns."""
         columns = schema.targets
         return cls(tuple(c.mean for c in columns), tuple(c.deviation for c in columns))
 
@@ -434,7 +434,7 @@ class Regression(Task):
 
     @property
     def any_model(self) -> bool:
-        """Whether the loss is squared; models without gradients support no other loss."""
+        """Whether the loss is squared, the only loss that models without gradients support."""
         return self.loss_name == "squared"
 
     @property
@@ -457,16 +457,17 @@ class Regression(Task):
         return metric != COVERAGE or len(self.quantiles) > 1
 
     def point(self, quantiles: T) -> T:
-        """Return the prediction [...] from ascending quantiles [..., Q].
+        """Compute predictions [...] from ascending quantiles [..., Q].
 
-        It is the quantile whose level is closest to 0.5, or the mean of the two closest quantiles.
+        A prediction is the quantile whose level is closest to 0.5, or the mean of the two closest
+        quantiles.
         """
         distances = [abs(level - 0.5) for level in self.quantiles]
         closest = [q for q, far in enumerate(distances) if far <= min(distances) + 1e-9]
         return (quantiles[..., closest[0]] + quantiles[..., closest[-1]]) / 2
 
     def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared error of each sample's standardized prediction, for all losses."""
+        """Return the squared errors [N] of the standardized predictions, for every `loss_name`."""
         from fedhet.algorithms.distillation import squared_errors
 
         if self.quantiles:
@@ -498,7 +499,7 @@ class Regression(Task):
         return _bounded(self._in_unit(targets))
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the loss of the standardized targets, averaged over the targets and quantiles.
+        """Return the loss function, which averages over the standardized targets and the quantiles.
 
         The quantile loss (pinball loss) is from Koenker and Bassett, Regression Quantiles,
         Econometrica 1978.
@@ -522,12 +523,13 @@ class Regression(Task):
         return loss_of
 
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the mean squared error between standardized outputs, for all losses.
+        """Return the mean squared error between standardized outputs as the loss function.
 
-        Ba and Caruana, Do Deep Nets Really Need to be Deep?, NeurIPS 2014, Eq. 1, train a student
-        in this way. The papers of the methods define their losses only for classes. For quantiles,
-        the error approximates the squared 2-Wasserstein distance between the predicted
-        distributions, which is the mean squared difference of their quantiles.
+        The function does not depend on `data.loss`. Ba and Caruana, Do Deep Nets Really Need to be
+        Deep?, NeurIPS 2014, Eq. 1, train a student in this way. The papers of the methods define
+        their losses only for classes. For quantiles, the error approximates the squared
+        2-Wasserstein distance between the predicted distributions, which is the mean squared
+        difference of their quantiles.
         """
         from fedhet.algorithms.distillation import squared_errors
 
@@ -543,7 +545,7 @@ class Regression(Task):
         metrics: Sequence[str],
         probabilities: Callable[[Tensor], Tensor] | None = None,
     ) -> Evaluation:
-        """Compute the loss and `metrics`; a prediction that is not finite has a huge error."""
+        """Compute the loss and `metrics`. Non-finite predictions are clipped to large values."""
         from fedhet.learning.training import Evaluation, logits_of
 
         outputs, truth = logits_of(model, split.x, compute), self.in_units(split.y)
@@ -561,10 +563,10 @@ class Regression(Task):
         return Evaluation(math.nan, loss, scores, baseline.get(headline, math.nan))
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
-        """Group the samples into tenths by the first target, in ascending order."""
+        """Group the samples into tenths by the value of the first target, in ascending order."""
         values = self.in_units(targets)[:, 0]
         order = np.argsort(values, kind="stable")
-        unit = float(values.std()) * 1e-6 or 1.0  # Float32 targets are not exact.
+        unit = float(values.std()) * 1e-6 or 1.0  # Round, because float32 targets are not exact.
         groups, tenths = np.empty(len(values), np.int64), []
         for number, rows in enumerate(np.array_split(order, min(NUM_STRATA, len(order)))):
             groups[rows] = number
@@ -595,7 +597,7 @@ class MultiLabel(Task):
     def infer(
         cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
     ) -> Mapping[str, Any]:
-        """Return the labels: the names of the columns, or the sorted labels in the list column."""
+        """Return the task and the labels: the column names, or the sorted labels in the lists."""
         names = target_names(cells, spec)
         if len(names) == 1:
             values = Distinct.of(cells.column(spec.target))
@@ -666,7 +668,7 @@ class MultiLabel(Task):
         return rows[values.codes]
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the binary cross-entropy, averaged over the present labels of each sample.
+        """Return the loss function: the mean binary cross-entropy of each sample's present labels.
 
         A sample without any present label has the loss 0. The loss of a batch is the mean over its
         samples, not over all present labels, because DP-SGD requires that the gradient of a sample
@@ -686,9 +688,10 @@ class MultiLabel(Task):
         return loss_of
 
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the mean KL(teacher || student) of the labels' Bernoulli distributions.
+        """Return the loss function: the mean KL(teacher || student) of Bernoulli distributions.
 
-        The papers of the methods define their losses only for a single distribution over classes.
+        Each label has one Bernoulli distribution. The papers of the methods define their losses
+        only for a single distribution over classes.
         """
         from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -746,17 +749,20 @@ class MultiLabel(Task):
 
 
 FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-"""Values in the column of a label, in lower case."""
+"""Supported texts in the column of a label, in lower case, with their values."""
 THRESHOLD = 0.5
 """Minimum probability of a predicted label."""
 
 
 LIST_MARKS = ";|"
-"""Characters that separate labels in lists; only the first is accepted."""
+"""Characters that separate labels in lists; only the first character is accepted."""
 
 
 def are_lists(texts: Collection[str], mark: str) -> bool:
-    """Return whether texts are lists separated by `mark`: they have fewer labels than lists."""
+    """Return whether texts look like lists separated by `mark`.
+
+    In lists, the number of distinct labels is smaller than the number of texts.
+    """
     parts = {part.strip() for text in texts for part in text.split(mark)}
     return len(parts) < len(texts) and any(mark in text for text in texts)
 
@@ -799,7 +805,7 @@ def _read_lists(
 
 
 def _bounded(numbers: Tensor) -> Array:
-    """Convert a tensor to an array, clipped to ±`MAX_PREDICTION`. Replaces NaN by the maximum."""
+    """Convert a tensor to an array, clipped to ±`MAX_PREDICTION`. NaN becomes the maximum."""
     bounded: Array = numbers.detach().cpu().numpy().copy()
     bounded[np.isnan(bounded)] = MAX_PREDICTION
     return bounded.clip(-MAX_PREDICTION, MAX_PREDICTION)
@@ -869,12 +875,12 @@ def task_of(stored: Task | Mapping[str, Any]) -> Task:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     try:
         return find_task(str(fields.pop("name", Classification.name)))(**fields)
-    except (TypeError, SettingsError) as error:  # An unknown task or field, or another type.
+    except (TypeError, SettingsError) as error:  # A name or a type is invalid.
         raise ValueError(str(error)) from None
 
 
 def stored_task(task: Task) -> dict[str, Any]:
-    """Return a task as JSON-serializable fields, by name."""
+    """Return the name and the JSON-serializable fields of a task."""
     return {"name": task.name, **asdict(task)}  # type: ignore[call-overload]
 
 

@@ -6,7 +6,7 @@ words may share a token, but with a vocabulary of 8192, this is rare within a te
 
 Encoders are directories in $FEDHET_ENCODERS, as saved by `transformers`. Runs refer to encoders by
 name, not by path, because each machine has its own encoder directory. Weights are loaded only from
-safetensors files, and no code is loaded.
+safetensors files, and code in an encoder's directory is never executed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def is_encoder(model: str) -> bool:
 
 
 def encoder_parts(model: str) -> tuple[int, bool, str]:
-    """Parse `encoder-K[-frozen]:NAME` as (number of linear layers K, frozen, NAME)."""
+    """Parse `encoder-K[-frozen]:NAME` into K, whether the encoder is frozen, and NAME.
+
+    K is the number of linear layers after the encoder, including the classifier.
+    """
     match = _ENCODER.fullmatch(model)
     if match is None:
         raise ModelError(f"model '{model}' must have the form 'encoder-2:NAME'")
@@ -103,7 +106,7 @@ _TOKEN_BYTES = 8
 
 
 def words(text: str) -> list[str]:
-    """Split a text into lower-case words and punctuation marks; return [""] if there are none."""
+    """Split a text into lower-case words and punctuation marks, or return [""] if it has none."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold()) or [""]
 
 
@@ -154,7 +157,8 @@ def _encode(spec: DataSpec, *, special: bool = True) -> Callable[[str], list[int
         hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
         return lambda text: [hashed(word) for word in words(text)]
     tokenizer = _tokenizer(spec.tokenizer)
-    padding = int(configuration(spec.tokenizer).get("pad_token_id") or 0)  # 0 if there is none
+    # Use 0 if the encoder has no padding token.
+    padding = int(configuration(spec.tokenizer).get("pad_token_id") or 0)
     swapped = {padding: PADDING, PADDING: padding}
 
     def encode(text: str) -> list[int]:
@@ -165,11 +169,12 @@ def _encode(spec: DataSpec, *, special: bool = True) -> Callable[[str], list[int
 
 
 def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
-    """Read text files as windows of `data.max-tokens` tokens, labeled with the next token.
+    """Read text files as windows of `data.max-tokens` tokens.
 
-    Windows do not overlap, so a training window shares no token with a test window. The classes are
-    the tokens of the vocabulary. Raises DataError if a file is too short or not valid UTF-8, and
-    SettingsError if the vocabulary is too large.
+    The label of a window is the token that follows it. Windows do not overlap, so a training window
+    shares no token with a test window. The classes are the tokens of the vocabulary. Raises
+    DataError if a file is too short or not valid UTF-8, and SettingsError if the vocabulary is too
+    large.
     """
     size, length = vocabulary_size(spec), spec.max_tokens
     if size > MAX_NEXT_TOKENS:
@@ -250,8 +255,8 @@ def read_texts(
         names: Class names in order; () = the distinct labels, or the numbers 0 to `classes` - 1 if
             all labels are such numbers.
         classes: Number of classes in the run; 0 = any number.
-        schema: Schema of the targets that all sites share, for tasks other than classification;
-            None = inferred from the training rows.
+        schema: Schema of the targets, shared by all sites, for tasks other than classification;
+            None = infer the schema from the training rows.
 
     Raises:
         DataError: If a file is invalid, or the number of classes differs from `classes`.
@@ -360,4 +365,4 @@ def _decoded(content: bytes, path: Path) -> tuple[str, str]:
 
 
 TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, text_sample_shape, bare=True)
-"""Text files. Files without an extension are read only if a tree has no .txt file."""
+"""File type of texts. Files without an extension are read only if a tree has no .txt file."""

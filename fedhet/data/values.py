@@ -48,12 +48,12 @@ Stata."""
 MAX_NUMBER = 1e15
 """Maximum magnitude of a number, so that sums of squares are finite."""
 MAX_ODD = 0.1
-"""Non-numeric values in a numeric column are mistakes if their fraction is below this value."""
+"""Fraction of non-numeric values in a column below which these values are treated as mistakes."""
 FEW = 5
 """Minimum number of numeric values needed to treat a column's other values as mistakes."""
 MANY_CLASSES = 20
-"""Maximum number of distinct numbers in a target that are treated as classes. A column with more
-distinct numbers contains measurements."""
+"""Maximum number of distinct numbers in a target that are treated as classes. Targets with more
+distinct numbers are treated as measurements."""
 MAX_WORD = 1000
 """Maximum number of characters in a category or a class."""
 DAY = 86_400.0
@@ -97,7 +97,7 @@ class Distinct:
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of `recognize`."""
+    """Type and parsed values of a column, as returned by `recognize`."""
 
     kind: Kind
     missing: npt.NDArray[np.bool_]
@@ -187,7 +187,7 @@ def _parts(text: str) -> tuple[str, str]:
 
 
 def _value(number: str, written: str) -> float:
-    """Parse a number in a notation, or return NaN."""
+    """Parse a number in the notation `written`, a key of NUMBERS, or return NaN."""
     if not NUMBERS[written].fullmatch(number):
         return math.nan
     bare = number.replace(" ", "").replace("'", "")
@@ -208,7 +208,7 @@ def _clock(text: str) -> float:
 
 
 def parse_numbers(texts: Sequence[str], written: str, unit: str) -> Numbers:
-    """Parse numbers [D] in a notation and with a unit; other texts become NaN."""
+    """Parse texts [D] as numbers with the given notation and unit; other texts become NaN."""
     if written == CLOCK:
         return np.array([_clock(text) for text in texts], np.float64)
     numbers = np.empty(len(texts))
@@ -374,7 +374,7 @@ def _date(text: str, order: str) -> float:
 
 
 def parse_dates(texts: Sequence[str], written: str) -> Numbers:
-    """Convert dates [D] in a notation to days since 1970; other texts become NaN."""
+    """Convert dates [D] in the given notation to days since 1970; other texts become NaN."""
     order = DATES.get(written, "")
     return np.array([_date(text, order) for text in texts], np.float64)
 
@@ -491,7 +491,7 @@ class Words:
         self._ambiguous = {key for key, count in keys.items() if count > 1}
         numbers = {_plain(name): place for place, name in enumerate(names)}
         distinct = len(numbers) == len(names) and not any(map(math.isnan, numbers))
-        self._numbers = numbers if distinct else {}  # With this, 01 and 1e0 match 1.
+        self._numbers = numbers if distinct else {}  # Compare numbers, so that 01 and 1e0 match 1.
 
     def place(self, word: str) -> int | None:
         """Return the index of a word, or None if it is unknown."""
@@ -649,15 +649,15 @@ def _fault(
     texts: Sequence[str],
     rows: npt.NDArray[np.int64],
 ) -> str:
-    """Return the problem of a column that mixes numbers (or dates) and words, or "".
+    """Describe the problem of a column that mixes numbers (or dates) and words, or return "".
 
-    A few words among numbers are treated as mistakes. Many words are codes, and thus valid, if the
-    column has few distinct integers that are all frequent (such as 1, 2, 3, X). Many words among
-    measurements are treated as unknown markers of missing values.
+    A few words among numbers are treated as mistakes. Many words are accepted as codes if the
+    numbers are few distinct, frequent integers, as in 1, 2, 3, X. Many words among measurements are
+    treated as unknown markers of missing values.
     """
     odd = np.isnan(numbers)
     num_numeric, num_odd, distinct = int(rows[~odd].sum()), int(rows[odd].sum()), _fits(numbers)
-    if not num_numeric or (unit and distinct <= FEW):  # For example, 1st and 2nd.
+    if not num_numeric or (unit and distinct <= FEW):  # Accept words such as 1st and 2nd.
         return ""
     nouns = {"number": f"number up to ±{MAX_NUMBER:g}", "date": "date such as 2026-01-31"}
     noun = nouns.get(attempt, "time such as 12:30:00")

@@ -33,10 +33,10 @@ PADDING = 0
 """Token that pads a text to length L; every text has at least one other token."""
 Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
-"""Function from samples [N, ...] and a generator to augmented samples of the same shape."""
+"""Function that takes samples [N, ...] and a random generator, and returns augmented samples."""
 Generate = Callable[[Array, Sequence[int], int, np.random.Generator], Array]
-"""Function from (samples [N, ...], number of features per table column, M, generator) to samples
-[M, ...]."""
+"""Function that takes samples [N, ...], the number of features per table column, the number M of
+samples to generate, and a random generator, and returns samples [M, ...]."""
 _EXPECTED = (
     "x must be [N, F], [N, H, W], or [N, C, H, W] (channels first), with uint8 or finite values"
 )
@@ -57,7 +57,7 @@ def images_or_rows(x: Array, where: Path | str) -> Array:
 
 
 def finite(x: Array, where: Path | str, expected: str) -> npt.NDArray[np.float32]:
-    """Convert numbers to float32. Raises DataError, with `expected`, for NaN or infinity."""
+    """Convert numbers to float32. Raises DataError with the text `expected` for NaN or infinity."""
     with np.errstate(over="ignore"):  # Overflow is reported below.
         samples = np.ascontiguousarray(x.astype(np.float32))
     if not np.isfinite(samples).all():
@@ -105,12 +105,13 @@ class Kind:
     sizes: Callable[[Shape], Shape] = lambda shape: shape
     """Function that returns the sizes in a shape that must be at least 1."""
     side: Callable[[Shape], int] = min
-    """Function that returns the size in a shape to compare with a model's minimum size."""
+    """Function that returns the size in a shape, such as the shorter side of an image, to compare
+    with a model's minimum size."""
     minimum: str = ""
     """Description of a minimum size for messages, in which `{}` stands for the size."""
     checked: Callable[[Array, Path | str], Array] = images_or_rows
-    """Function from an array and a prefix for messages to samples [N, ...]. Raises DataError if the
-    array is invalid."""
+    """Function that takes an array and a prefix for messages, and returns samples [N, ...]. Raises
+    DataError if the array is invalid."""
     generated: Generate | None = None
     """Generator of public samples for `data.public-dataset = generated`, or None if unsupported."""
     augmentations: tuple[str, ...] = ()
@@ -200,7 +201,7 @@ TABLE = Kind(
 
 
 def text_shape(tokens: int, vocabulary: int) -> Shape:
-    """Return the shape of texts with at most `tokens` tokens, with ids below `vocabulary`."""
+    """Return the shape of texts with at most `tokens` tokens and token ids below `vocabulary`."""
     return (0, tokens, vocabulary)
 
 
@@ -266,7 +267,7 @@ def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
 
 
 def check_changeable(kind: Kind, shape: Shape, what: str) -> None:
-    """Raise DataError, prefixed with `what`, unless samples can be augmented."""
+    """Raise DataError, prefixed with `what`, if samples of a kind or shape cannot be augmented."""
     if not (kind.changeable and kind.is_changeable(shape)):
         supported = " or ".join(filter(None, (k.changeable for k in KINDS.values())))
         _raise_unsupported(what, kind.changeable or supported, kind, shape)

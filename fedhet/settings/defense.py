@@ -82,7 +82,8 @@ monotone in the noise, and finally becomes 0 (an internal NaN). Less noise would
 samples anyway, because a single step without sampling already has an epsilon above 20.
 """
 MIN_CLASS_NOISE = 1.0
-"""Minimum noise of class sums and of counts, which keeps their combination above `MIN_NOISE`."""
+"""Minimum noise multiplier of class sums and of counts. The combined multiplier of both then stays
+above `MIN_NOISE`."""
 
 
 class PrivacySettings(Schema):
@@ -127,7 +128,7 @@ class PrivacySettings(Schema):
 
     @property
     def is_on(self) -> bool:
-        """Whether the clients' samples are protected."""
+        """Whether differential privacy protects the clients' samples."""
         return bool(self.epsilon or self.noise_multiplier)
 
     def describe_budget(self, rounds: int) -> str:

@@ -450,7 +450,7 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
 
 
 def held_out_clients(run: RunSettings) -> frozenset[int]:
-    """Return the numbers of the held-out clients, given the setting 'data.held-out-clients'.
+    """Return the numbers of the held-out clients, as set by 'data.held-out-clients'.
 
     If the fraction is positive, at least one client is held out, but never all of them.
 
@@ -471,9 +471,9 @@ def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
 def cyclic_index(place: int, size: int, period: int) -> int:
     """Return the index, from 0 to size - 1, of the value assigned to the client at `place`.
 
-    Clients cycle through the values. Assignments of other settings repeat after `period` clients,
-    so the cycle is shifted by one whenever the same combinations would start again. The first size
-    * period clients thus have each combination exactly once.
+    Clients cycle through the values. The values of the previously assigned settings repeat after
+    `period` clients, so the cycle is shifted by one whenever the same combinations would start
+    again. The first size * period clients thus have each combination exactly once.
     """
     shift = place // lcm(size, period) % gcd(size, period)
     return (place + shift) % size

@@ -27,7 +27,7 @@ SEPARATORS = ",+"
 _UNQUOTED = re.compile(r"[^\s,+*=\[\]'\"]([^,+*=\[\]'\"]*[^\s,+*=\[\]'\"])?")
 """Pattern for items that need no quotes in a list."""
 AUTO = "auto"
-"""Ray address of the cluster to which this machine belongs."""
+"""Value of `engine.ray-address` for the Ray cluster to which this machine belongs."""
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.IGNORECASE)
 _MAX_HOST = 253
 _CLIENT = "ray://"
@@ -122,7 +122,7 @@ def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
 
 
 def _without_rules(kind: Any) -> Any:
-    """Return the type inside `Annotated`."""
+    """Return the type inside `Annotated`, or `kind` itself if it is not annotated."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 

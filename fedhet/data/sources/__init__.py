@@ -56,7 +56,7 @@ def sample_kind(table: DataSettings) -> Kind:
         return KINDS[table.sample_kind]
     name, _, place = table.dataset.partition(":")
     source = SOURCES.get(name)
-    if source is None:  # The error is reported elsewhere.
+    if source is None:  # `find_source` reports the error.
         return IMAGE
     return source.infer_kind(place) if source.infer_kind and place else source.kind
 

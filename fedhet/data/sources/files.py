@@ -83,8 +83,8 @@ def read_arrays(
         spec: Data settings.
         hint: Text appended to the message if an array is missing.
         source: Text appended to the message if the file is missing.
-        scaled: Whether uint8 values will be scaled to float32, so that their size is computed as
-            float32.
+        scaled: Whether uint8 values will be scaled to float32. If so, the size limit applies to the
+            float32 values.
 
     Raises:
         DataError: If the file is invalid, or if the arrays exceed `data.max-bytes`, either in the
@@ -291,11 +291,11 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
 
 
 _MIN_SAMPLES = {"train": 2, "test": 1}
-"""Parts of a client's data, and the minimum number of samples in each."""
+"""Parts of a client's data, and the minimum number of samples in each part."""
 
 
 def kind_of_clients(directory: str) -> Kind:
-    """Return the sample kind of DIR/train/0.npz: TABLE if x has two dimensions, or IMAGE.
+    """Return the sample kind of DIR/train/0.npz: TABLE if x has two dimensions, IMAGE otherwise.
 
     Only the array header is read.
     """
@@ -362,7 +362,10 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return the path of a place, and its files of training and test rows (None if missing)."""
+    """Return the path of a location, its file of training rows, and its file of test rows.
+
+    A file is None if it is missing. Raises DataError if the path does not exist.
+    """
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: file or directory not found")

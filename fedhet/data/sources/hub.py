@@ -43,8 +43,8 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     """Read a dataset from the local cache, or download it if `data.download` is set.
 
     The samples are images, or texts if `data.sample-kind` is "text". The labels are in the column
-    `data.label-column` or, if it is not set, in the only column with the type ClassLabel. Raises
-    DataError if the dataset cannot be read or lacks a column.
+    `data.label-column` or, if it does not exist, in the only column with the type ClassLabel.
+    Raises DataError if the dataset cannot be read or lacks a column.
     """
     splits, where = _splits(name, spec), f"hf:{name}"
     train, test = splits["train"], next((splits[part] for part in TESTS if part in splits), None)

@@ -70,10 +70,10 @@ class LeafForm:
     """Sample format of a LEAF dataset."""
 
     samples: Callable[[Sequence[Any], str], npt.NDArray[Any]]
-    """Function from a user's `x` and a prefix for messages to samples [N, ...]. Raises ValueError
-    or TypeError if `x` is invalid."""
+    """Function that takes a user's `x` and a prefix for messages, and returns samples [N, ...].
+    Raises ValueError or TypeError if `x` is invalid."""
     labels: Callable[[Sequence[Any], str], Index]
-    """Function from a user's `y` and a prefix for messages to labels [N]."""
+    """Function that takes a user's `y` and a prefix for messages, and returns labels [N]."""
     classes: tuple[str, ...]
     kind: Kind = IMAGE
     shape: Shape = ()
@@ -170,7 +170,7 @@ SHAKESPEARE = LeafForm(
 
 
 TEST_CENTER = 2
-"""Hospital that WILDS uses for testing, which is therefore not a client."""
+"""Number of WILDS' test hospital, which is therefore not a client."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ class SitesForm:
     needs: tuple[str, ...]
     """Additional required columns."""
     part: Callable[[pd.DataFrame], Any]
-    """Function from the metadata to a code for each row: 1 = training set, 2 = test set, 0 =
-    unused."""
+    """Function that returns a code for each row of the metadata: 1 = training set, 2 = test set,
+    0 = unused."""
     file: Callable[[pd.DataFrame], list[str]]
-    """Function from the metadata to the image path of each row, relative to DIR."""
+    """Function that returns the image path of each row of the metadata, relative to DIR."""
     classes: tuple[str, ...] = ()
     """Class names; () = numbers up to the highest label."""
     table: str = "metadata.csv"
@@ -254,7 +254,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
 
 
 def _rows(selected: Any, labels: Any, size: int, seed: int, use: str) -> Any:
-    """Return the selected rows, reduced to a stratified subset of `size` rows if it is not 0."""
+    """Return the selected rows, reduced to a stratified subset of `size` rows (0 = all rows)."""
     rows = np.flatnonzero(selected)
     return rows[subset_rows(labels[rows], size, numpy_rng(seed, use))]
 

@@ -54,11 +54,11 @@ def held_out(labels: Index, fraction: float, use: str) -> tuple[Index, Index]:
 
 
 def read_digits(place: str, spec: DataSpec) -> Dataset:
-    """Read the digits [N, 1, 8, 8] float32 in [-1, 1]; a fixed fifth is the common test set.
+    """Read the digit images [N, 1, 8, 8] float32, with values in [-1, 1].
 
-    Raises DataError if the file is missing.
+    The common test set is a fixed fifth of the images. Raises DataError if the file is missing.
     """
-    module = find_spec("sklearn")  # Importing scikit-learn would take a second.
+    module = find_spec("sklearn")  # Avoid importing scikit-learn, which takes a second.
     file = Path((module and module.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
     if module is None or not file.is_file():
         raise DataError("data.dataset = 'digits': file digits.csv.gz of scikit-learn not found")
@@ -79,7 +79,7 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
-    """Read the table with 30 standardized features; a fixed fifth is the common test set."""
+    """Read the table with 30 standardized features; a fixed fifth of it is the common test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
 
