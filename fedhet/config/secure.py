@@ -342,7 +342,7 @@ def _peer(values: Any) -> Peer:
     except ValueError:
         public = b""
     if not isinstance(classes, list) or len({*map(repr, classes)}) < len(classes):
-        raise SettingsError(f"{name}: classes: expected a list without duplicatesf")
+        raise SettingsError(f"{name}: classes: expected a list without duplicates")
     for each in classes:
         if not isinstance(each, str) or not _CLASS.fullmatch(each):
             rule = f'class numbers such as "0", at most {MAX_CLASSES - 1}'
