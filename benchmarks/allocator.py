@@ -4,7 +4,7 @@
 
 A small CNN is trained on batches of 64 images of 28 × 28 pixels, in the main thread and in another
 thread. The allocator uses glibc's defaults, or settings of fedhet (`fedhet.engines.connection`).
-Page faults and CPU time hardly depend on other load of the machine.
+Page faults and CPU time hardly depend on other load on the machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TRIED = {
 def measured(steps: int) -> dict[str, float]:
     """Train in this process, and return measurements by name.
 
-    `faults` is the number per step, `user` and `system` are the CPU time per step in milliseconds,
-    and `peak` is the peak resident memory in MB.
+    `faults` is the number of page faults per step, `user` and `system` are the CPU time per step in
+    milliseconds, and `peak` is the peak resident memory in MB.
     """
     import torch
     from torch.nn import functional as F

@@ -7,11 +7,12 @@ epoch by at most a factor of 1.05. The private model is a ResNet-18 and the prox
 for images of 32 x 32 pixels in batches of 16 and 128. Training and calibration data have the
 method's proportion of 7 to 1.
 
-The benchmark measures two ratios. The first is the time of an epoch relative to a symmetric epoch,
-in alternation; on a busy machine, its spread exceeds the bound. The second is the time of an epoch
-relative to the same epoch without the time of the step. On a CPU, both use the CPU time of one
-thread. The benchmark also prints the milliseconds for the prediction sets of both models and eta,
-for a batch of 1024 samples with 100 classes.
+The benchmark measures two ratios. The first is the time of an epoch relative to an epoch of
+symmetric distillation, where the two kinds alternate. On a busy machine, the spread of this ratio
+exceeds the bound. The second is the time of an epoch relative to the same epoch without the time of
+the step. On a CPU, both ratios use the CPU time of one thread. The benchmark also prints the
+milliseconds to compute both models' prediction sets and eta, for a batch of 1024 samples with 100
+classes.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def one_epoch(client: FedTypeClient) -> Callable[[], object]:
 
 
 def sets_of_a_batch(device: str) -> float:
-    """Return the median milliseconds for both models' sets and eta, with logits [1024, 100]."""
+    """Return the median milliseconds to compute both prediction sets and eta from logits."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 1024, 100, generator=generator).to(device)
     labels = torch.randint(0, 100, (1024,), generator=generator).to(device)

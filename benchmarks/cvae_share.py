@@ -30,7 +30,7 @@ def watch(strategy: type[FeloStrategy], spent: dict[int, float], sign: int) -> N
     def timed(self: FeloStrategy, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         results: list[Mapping[str, float]] = []
         took = seconds(lambda: results.append(aggregate(self, round, replies)))
-        # Velo's aggregation calls Felo's, whose time the other patch subtracts.
+        # Velo's aggregation calls Felo's aggregation. The other patch subtracts Felo's time.
         spent[round] += sign * took
         return results[0]
 

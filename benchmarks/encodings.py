@@ -5,14 +5,14 @@
         [--rounds 15,10]
 
 The datasets are digits (all 1,797 images) and 2,000 images of Fashion-MNIST in
-DIR/FashionMNIST/raw. Four clients (Dirichlet 0.5) train for one epoch per round. `top-k:0.1` sets
-'wire.keep' to 0.1. Existing runs in --out are reused, so that the script can be stopped and
-restarted.
+DIR/FashionMNIST/raw. Four clients with a Dirichlet(0.5) partition train for one epoch per round.
+`top-k:0.1` sets 'wire.keep' to 0.1. Existing runs in --out are reused, so that the script can be
+stopped and restarted.
 
 The columns contain the mean accuracy of the method's main model on the common test set, over the
-last three rounds and the seeds; the paired difference to float32, with its standard error; the
-bytes of all messages (training and evaluation) and of replies, as fractions of float32's; and the
-seconds of a run, relative to float32.
+last three rounds and the seeds; the paired difference from float32, with its standard error; the
+bytes of all messages (training and evaluation) and of replies, as fractions of the bytes with
+float32; and the seconds of a run, relative to float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedhet import report
 
 CLIENTS = 4
 LAST = 3
-"""Number of last rounds whose accuracies are averaged."""
+"""Number of rounds at the end of a run over which the accuracy is averaged."""
 JUDGED = {
     "felo": "global",
     "fedavg": "global",
@@ -73,7 +73,7 @@ def settings(method: str, dataset: str, encoding: str, data: str) -> dict[str, A
 
 
 def made(given: argparse.Namespace, method: str, dataset: str, encoding: str, seed: int) -> Found:
-    """Return the results of a run, which is executed unless it exists."""
+    """Return the results of a run. The run is executed unless it exists."""
     rounds = dict(zip(given.datasets.split(","), given.rounds.split(","), strict=False))[dataset]
     folder = given.out / f"{method}-{dataset}-{encoding.replace(':', '-')}-{rounds}-s{seed}"
     records = kept_run(
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--encodings", default="float32,float16,int8,top-k")
     parser.add_argument("--rounds", default="15,10", help="for each data set")
     given = parser.parse_args()
-    for name in ("write_figures", "write_report"):  # They take longer than a small run.
+    for name in ("write_figures", "write_report"):  # These functions take longer than a small run.
         assert hasattr(report, name), name
         setattr(report, name, lambda run: None)
     seeds = [int(each) for each in given.seeds.split(",")]

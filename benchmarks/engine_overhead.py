@@ -3,7 +3,8 @@
     python -m benchmarks.engine_overhead [--clients 20] [--rounds 4] [--model resnet10]
 
 Bound: 1.25, for models that train for at least a second per round. The first round is excluded,
-because the workers load the data in it, and the last round, because it evaluates all clients.
+because the workers load the data in it. The last round is excluded, because it evaluates all
+clients.
 """
 
 from __future__ import annotations

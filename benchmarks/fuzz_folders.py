@@ -4,10 +4,10 @@
 
 Each case is a copy of a small run in which one file is damaged, or replaced by a symlink, a pipe or
 a directory. A command that reads this file (`report`, `compare`, `run --resume`, `predict`,
-`export`, `status`, or the pages of `watch`) must finish within 30 s of CPU time and 2 GB, without a
-traceback, and write only into the directory of the case. FOLDER/done contains the number of
-finished cases, so that a further call continues after them. FOLDER/found.jsonl contains the
-findings.
+`export`, `status`, or the pages of `watch`) must finish within 30 s of CPU time and 2 GB of memory,
+without a traceback, and write only into the directory of the case. FOLDER/done contains the number
+of finished cases, so that the next call continues after these cases. FOLDER/found.jsonl contains
+the findings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMIT_BYTES, LIMIT_SECONDS, CHUNK = 2 * 2**30, 30, 250
 MEMORY = 3
 """Exit status of a process that exceeded the memory limit."""
 DRAWN = 50
-"""Only one in this many cases draws figures, because drawing takes most of the time."""
+"""Figures are drawn in one case out of this number, because drawing takes most of the time."""
 SETTINGS: dict[str, object] = {
     "method": "fedavg", "clients": 2, "rounds": 3, "data.max-samples": 120,
     "data.max-test-samples": 40, "data.partition": "iid", "models.pool": ["mlp"],
@@ -202,7 +202,7 @@ def _command(draw: random.Random, what: str, run: Path, out: Path) -> list[str]:
 
 
 def _damage(draw: random.Random, path: Path, mine: Path) -> str:
-    """Damage a file in a random way, and return the name of this way."""
+    """Damage a file in a random way, and return the kind of damage."""
     content = path.read_bytes()
     if draw.random() < 0.06:
         path.unlink()
@@ -273,7 +273,7 @@ def _odd(draw: random.Random, value: Any) -> Any:
 
 
 def _call(words: list[str], place: Path, *, drawn: bool) -> str:
-    """Run a command in this process, and return its traceback, files written elsewhere, or ""."""
+    """Run a command in this process. Return its traceback, the files written elsewhere, or ""."""
     sys.argv = ["fedhet", *words]
     said, found = io.StringIO(), ""
     with contextlib.ExitStack() as within:
@@ -323,7 +323,7 @@ def _alarm() -> Iterator[None]:
         raise TimeoutError("took too long")
 
     signal.signal(signal.SIGALRM, late)
-    signal.alarm(4 * LIMIT_SECONDS)  # Stop blocked cases, but allow for other load of the machine.
+    signal.alarm(4 * LIMIT_SECONDS)  # Stop blocked cases, but allow for other load on the machine.
     try:
         yield
     finally:

@@ -4,8 +4,9 @@
     python -m benchmarks.gpu precision compile    # some benchmarks
     python -m benchmarks.gpu --device cpu --quick # a short test on the CPU
 
-All runs use the backend `inline` and synthetic images of ten classes, each with its own pattern in
-noise. The accuracies are comparable only with each other, not with results on CIFAR-10.
+All runs use the backend `inline` and synthetic images of ten classes. An image is the pattern of
+its class plus noise. The accuracies are comparable only with each other, not with results on
+CIFAR-10.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SHAPE, CLASSES = (3, 32, 32), 10
 
 @dataclass(frozen=True)
 class Where:
-    """Options of all benchmarks: the device, and whether each takes only seconds (`quick`)."""
+    """Options of all benchmarks, such as the device and a `quick` mode that takes only seconds."""
 
     device: str
     quick: bool
@@ -79,7 +80,7 @@ class Where:
 
 
 def made_images(train: int, test: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return uint8 images [N, 3, 32, 32] with a pattern for each class in noise, and labels [N]."""
+    """Return noisy uint8 images [N, 3, 32, 32] with a pattern per class, and labels [N]."""
     rng = np.random.default_rng(0)
     patterns = rng.integers(0, 256, (CLASSES, *SHAPE)).astype(np.float32)
 
@@ -234,7 +235,7 @@ def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -
 
 
 def deterministic(where: Where) -> None:
-    """Time of a run with `engine.deterministic`, relative to a run with other algorithms."""
+    """Time of a run with `engine.deterministic`, relative to a run without it."""
     seconds = {}
     for chosen in (True, False, True, False):  # the first run of each kind warms up
         if not chosen:

@@ -51,7 +51,7 @@ def clients_after(config: Config, folder: Path) -> list[HetClient]:
 
 
 def ratings(client: HetClient, others: Sequence[HetClient]) -> dict[str, list[float]]:
-    """Return a client's ratings of other models by kind, and as "worth" their test accuracy."""
+    """Return a client's ratings of other models by kind; "worth" is a model's test accuracy."""
     found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "worth")}
     x, test = client.unlabeled.x, client.samples.tests["personal"]
     share = len(client.y) / (len(client.y) + len(x))
@@ -87,7 +87,7 @@ def shown(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Print a row for each number of labels and each warm-up."""
+    """Print a row for each number of labels and each number of warm-up epochs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--least", default="2,10,30")

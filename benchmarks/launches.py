@@ -5,8 +5,9 @@
 The operations are counted on the simulated device of `benchmarks/pretended_gpu.py`, in a small run
 with two clients, `cnn2` and batches of 16. All operations of the run, including evaluation and
 states, are divided by the number of optimizer steps. A launch takes about 5 microseconds on the
-host; a wait blocks the host until the device has finished all work. `--before` also counts in
-another checkout, and `--lines` prints the lines of the project with the most copies and waits.
+host; a wait blocks the host until the device has finished all work. `--before` also counts the
+operations of another checkout, and `--lines` prints the lines of the project with the most copies
+and waits.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
 
 Every method trains small models on digits, without an attack and with one malicious client. This
 client multiplies its replies by -1, 10 or 900, or alternately by 3 and -3, or lets them drift. In
-the column "refused", its replies are so large that they are rejected, which shows the value of its
-data. Existing runs in DIR are reused, so that the script can be stopped and restarted. With
---tables, no run is executed.
+the column "refused", its replies are so large that they are rejected. This shows how much accuracy
+the client's data contributes. Existing runs in DIR are reused, so that the script can be stopped
+and restarted. With --tables, no run is executed.
 
-A cell is the loss of accuracy of the honest clients in percentage points, relative to the run of
-the same seed with the mean and without an attack: the mean over the seeds, with its standard error.
-If a method has several kinds of models, the cell shows the kind with the largest loss, under the
-method's headline protocol.
+A cell is the loss of accuracy of the honest clients in percentage points, relative to the run with
+the same seed that uses the mean and has no attack: the mean over the seeds, with its standard
+error. If a method has several kinds of models, the cell shows the kind with the largest loss, under
+the method's headline protocol.
 """
 
 from __future__ import annotations

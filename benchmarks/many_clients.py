@@ -30,7 +30,7 @@ IMAGES, BOUND = 20, 1.2
 
 
 def write_images(folder: Path, clients: int) -> None:
-    """Write uint8 training images [N, 28, 28] to one file, and a few common test images."""
+    """Write uint8 training images [N, 28, 28] for all clients, and a few common test images."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for part, count in (("train", IMAGES * clients), ("test", 50)):

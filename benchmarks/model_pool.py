@@ -114,7 +114,7 @@ class Stub(ClientProxy):
 
 
 def made_up(model: str, seed: int) -> dict[str, Any]:
-    """Return random weights with a model's shapes, nonnegative because variances must be."""
+    """Return random weights with a model's shapes. All are nonnegative, as variances must be."""
     rng = np.random.default_rng(seed)
     return {
         name: np.abs(rng.normal(size=shape)).astype(dtype)

@@ -14,11 +14,11 @@ are four ways to run a round:
 - `asynchronous` creates a version of the model from every five replies.
 
 A row contains the simulated hours until the mean of three evaluations reaches 98 % of the final
-accuracy of `all` (the mean of its last fifth); these hours as a fraction of the hours of `all`; the
-time of all rounds, as a fraction of the time of `all`; and the difference between the final
-accuracies. Standard errors are over the seeds. Rounds that do not wait are shorter, so the other
-ways execute more rounds. Existing runs in --out are reused, so that the script can be stopped and
-restarted.
+accuracy of `all` (the mean of its last fifth of evaluations); these hours as a fraction of the
+hours of `all`; the time of all rounds, as a fraction of the time of `all`; and the difference
+between the final accuracies. Standard errors are over the seeds. Rounds that do not wait are
+shorter, so the other ways execute more rounds. Existing runs in --out are reused, so that the
+script can be stopped and restarted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "asynchronous": {"pace.mode": "asynchronous", "pace.min-replies": 5.0},
 }
 LONGER = {"all": 1, "k of n": 5, "late": 5, "asynchronous": 10}
-"""Number of rounds of each way, as a multiple of `all`, whose rounds take longer."""
+"""Number of rounds of each way, as a multiple of the number of rounds of `all`."""
 
 
 def devices(folder: Path, seed: int, slow: float) -> Path:
@@ -98,7 +98,7 @@ def level(curve: pd.Series) -> float:
 
 
 def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[str, Any]]:
-    """Return the time and the accuracy gain of each way with a method, over the seeds."""
+    """Return the times and the accuracy gain of each way with a method, averaged over the seeds."""
     curves = {way: [made(given, method, way, seed) for seed in seeds] for way in WAYS}
     found = []
     for way, each in curves.items():
@@ -117,7 +117,7 @@ def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[s
 
 
 def draw(given: argparse.Namespace, methods: list[str], seeds: list[int], path: Path) -> None:
-    """Plot the accuracy of the first seed over simulated hours, with a panel per method."""
+    """Plot the accuracy of the first seed against simulated hours, with a panel per method."""
     figure = Figure(figsize=(3.2 * len(methods), 3), layout="constrained")
     for ax, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
         for way in WAYS:

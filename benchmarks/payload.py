@@ -85,7 +85,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[str, float]]:
-    """Yield the peak memory of Flower's processes by name, which is updated during the block."""
+    """Yield the peak memory of Flower's processes by name, and update it during the block."""
     peaks: dict[str, float] = {}
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(peaks, over))

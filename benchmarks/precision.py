@@ -6,7 +6,7 @@
 Four clients train for one epoch on synthetic images in this process, with one thread, and are
 evaluated. The time includes the server's part of a round. Runs in the two precisions alternate, and
 the benchmark compares the median of all rounds but the first. CPU time hardly depends on other load
-of the machine. FedType also trains its default proxy.
+on the machine. FedType also trains its default proxy.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ PRETENDED = "Pretended GPU"
 KEPT = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "view_as_real", "view_as_complex"}
 """Operators that change only shapes, and therefore keep PyTorch's kernels."""
 COMPOSED = ("aten::copy_", "aten::convolution", "aten::convolution_backward")
-"""Operators that PyTorch composes from other kernels on CUDA than on the CPU."""
+"""Operators that PyTorch composes from different kernels on CUDA and on the CPU."""
 INDEXING = re.compile(r"index(\.Tensor|_put)|_unsafe_index|_index_put_impl_")
 WAITING = re.compile(
     "_local_scalar_dense|nonzero|masked_select|_unique|unique_|bincount|equal$|"
@@ -90,7 +90,7 @@ class Gpu:
         return sum(times for (kind, _, _), times in self.counts.items() if kind in kinds)
 
     def keep(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a device storage on host memory. Raises OutOfMemoryError if it does not fit."""
+        """Return a device storage in host memory. Raises OutOfMemoryError if the device is full."""
         address, size = storage.data_ptr(), storage.nbytes()
         found = torch._C._construct_storage_from_data_pointer(address, GPU, size)
         with self._lock:
@@ -375,7 +375,7 @@ def say_that_no_driver_is_used() -> None:
 def gru_cell(
     given: Tensor, hidden: Tensor, before: Tensor, b: Tensor | None = None, c: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a step of a GRU, one kernel on CUDA, from operators that have gradients."""
+    """Compute a GRU step, a single kernel on CUDA, using operators that have gradients."""
     x = (given if b is None else given + b).chunk(3, 1)
     h = (hidden if c is None else hidden + c).chunk(3, 1)
     reset, gate = (x[0] + h[0]).sigmoid(), (x[1] + h[1]).sigmoid()

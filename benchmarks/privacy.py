@@ -3,11 +3,11 @@
     python -m benchmarks.privacy --data DIR --out DIR [--methods a,b] [--seeds 3,4,5]
         [--epsilons 0,8,4,2,1] [--samples 6000,30000] [--frozen]
 
-Three clients (Dirichlet 1.0) train on Fashion-MNIST in DIR/FashionMNIST/raw, for ten rounds of one
-epoch. Epsilon 0 means no privacy, with the same models, which have group norms. `--samples` is the
-number of training samples of all clients together. With `--frozen`, the extractor is random and
-fixed, and only the classifier is trained. Existing runs in --out are reused, so that the script can
-be stopped and restarted.
+Three clients with a Dirichlet(1.0) partition train on Fashion-MNIST in DIR/FashionMNIST/raw, for
+ten rounds of one epoch. Epsilon 0 means training without privacy. All models use group
+normalization, even without privacy. `--samples` is the number of training samples of all clients
+together. With `--frozen`, the extractor is random and fixed, and only the classifier is trained.
+Existing runs in --out are reused, so that the script can be stopped and restarted.
 
 A cell is the accuracy of the method's best client model on the common test set: the mean over the
 seeds, with the standard deviation.
@@ -50,7 +50,7 @@ class Frozen(nn.Module):
         self.norm = nn.GroupNorm(1, filters, affine=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the pooled responses."""
+        """Return the pooled filter responses [N, D]."""
         out: torch.Tensor = self.pool(self.norm(self.first(x).relu())).flatten(1)
         return out
 
@@ -89,7 +89,7 @@ def settings(
 
 
 def made(out: Path, method: str, seed: int, **chosen: Any) -> float | None:
-    """Return the accuracy of a run, or None if the run fails. It is executed unless it exists."""
+    """Return the accuracy of a run, or None if it fails. The run is executed unless it exists."""
     name = f"{method}-{chosen['epsilon']:g}-{chosen['samples']}-s{seed}"
     folder = out / (f"frozen-{name}" if chosen["is_frozen"] else name)
     try:

@@ -11,9 +11,9 @@ separate process:
     flower     Flower's simulation of a minimal NumPyClient with the same loop
 
 Bounds on two cores: a round of fedhet takes at most 0.55 times the wall time of the script and of
-Flower, with the given `--precision` and `--channels-last`. In float32, it needs at most the core
-seconds of the script with a single thread. The first round is excluded, because it loads the data
-and starts processes.
+Flower, with the given `--precision` and `--channels-last`. In float32, fedhet needs at most as many
+core seconds as the script with a single thread. The first round is excluded, because it loads the
+data and starts processes.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def flower(chosen: argparse.Namespace, folder: Path) -> list[float]:
 
 
 def fedhet(chosen: argparse.Namespace, folder: Path) -> list[float]:
-    """Train with the method `local`. With --core, count the clients' seconds."""
+    """Train with the method `local`. With --core, return the clients' seconds."""
     config = resolve(
         {
             "method": "local", "clients": chosen.clients, "rounds": chosen.rounds,

@@ -52,7 +52,7 @@ OPTIONS = {
 
 
 def models_of(name: str) -> str:
-    """Return the models option of a method's run: two models, or one if the method requires it."""
+    """Return the models option of a run: two models, or one if the method requires equal models."""
     spec = find_method(name).spec
     return ONE if spec.one_model or spec.submodels else TWO
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.secure_aggregation --sites 10,50 --values 1,5
 
-A synthetic model of --values million weights passes through the code of the sites and the server:
-masked replies, which sites also write to disk, shares, and the unmasked average. The replies are on
-disk, as on a real server. The table contains the seconds of one core, the bytes per site and round,
-and the error of the average with its bound.
+The benchmark runs the code of the sites and the server for a synthetic model of --values million
+weights. It creates masked replies (which sites also write to disk), shares, and the unmasked
+average. The server reads the replies from disk, as in a deployment. The table contains the seconds
+of one core, the bytes per site and round, and the error of the average with its bound.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedhet.wire.knowledge import Envelope, Knowledge, encode, payload_bytes
 from fedhet.wire.masking import NARROW_BITS
 
 CAP, TENSOR = 1000, 2**18
-"""Cap of the sites' weights, and size of a tensor of the model."""
+"""Maximum number of samples that count toward a site's weight, and of values per tensor."""
 
 
 class Cost(NamedTuple):
@@ -65,7 +65,7 @@ class Site:
         self.revealed_bytes, self.seconds = 0, 0.0
 
     def weights(self, values: int) -> dict[str, Array]:
-        """Return the site's weights, which are equal in each call."""
+        """Return the weights of the site's model. Each call returns equal weights."""
         rng, left = np.random.default_rng(self._index), range(0, values, TENSOR)
         return {
             f"weights/{start}": rng.normal(0, 0.1, min(TENSOR, values - start)).astype(np.float32)
@@ -158,7 +158,7 @@ def _on_disk(reply: Knowledge, folder: Path) -> Knowledge:
 
 
 def main() -> None:
-    """Print a row for each number of sites, of weights, and of lost sites."""
+    """Print a row for each combination of the numbers of sites, weights, and lost sites."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sites", default="10", help="numbers of sites, comma-separated")
     parser.add_argument("--values", default="1", help="millions of weights, comma-separated")

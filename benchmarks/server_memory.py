@@ -5,8 +5,8 @@ python -m benchmarks.server_memory [--mb 20] [--clients 2,10,50] [--methods feda
 The full benchmark has the options --mb 45 --clients 10,100,500, and needs 22 GB of disk for the
 replies of a round.
 
-Each number is measured in a separate process, in which the server trains with clients that repeat,
-one after another, the replies of a real client from another process. Memory in use before the
+Each measurement uses a separate process, in which the clients repeat, one after another, the
+replies of a real client. These replies were recorded in another process. Memory in use before the
 server starts is not counted. MALLOC_MMAP_THRESHOLD_ is set, because glibc would otherwise keep
 freed memory.
 """
@@ -33,7 +33,7 @@ MODEL = "benchmarks.server_memory:stack"
 
 
 def stack(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
-    """Return an extractor of LAYERS equal layers with FEDHET_BENCH_MB megabytes, and a head."""
+    """Return an extractor with FEDHET_BENCH_MB megabytes in LAYERS equal layers, and a head."""
     width = int((float(os.environ["FEDHET_BENCH_MB"]) * MB / 4 / LAYERS) ** 0.5)
     pooled = nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(width))
     layers = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS))

@@ -6,7 +6,7 @@
 The clients immediately return the recorded replies of a real client under their own names. A round
 thus contains only the server's work, and a cost that is quadratic in the number of clients is
 visible. The numbers of clients alternate, each in a separate process. The benchmark prints the
-median, minimum and maximum over the repeats, the time per client of the introductions and of the
+median, minimum and maximum over the repeats, the time per client for the introductions and for the
 end of the run, and the peak memory. Bound: 1.2 times the time with the first number of clients.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables [--table felo-2] [--runs 2] [--pairs 3]
 
-The runs of a table evaluate only the required rounds, and write no figures or reports of their own.
-The benchmark checks that both kinds of runs produce the same numbers. Bound: 0.5 times the time
-other than training.
+The runs of a table evaluate only the required rounds, and write no figures and no reports. The
+benchmark checks that both kinds of runs produce the same numbers. Bound: 0.5 times the time other
+than training.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pair(run: PlannedRun) -> tuple[Parts, Parts]:
 
 
 def besides(parts: Parts) -> float:
-    """Return the seconds other than training."""
+    """Return the seconds that were not spent on training."""
     return sum(parts.values()) - parts["train"]
 
 

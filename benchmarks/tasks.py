@@ -3,18 +3,19 @@
     python -m benchmarks.tasks --out DIR [--tasks diabetes,digits] [--methods fml,fedmd]
         [--seeds 1,2,3] [--workers 2] [--tables]
 
-Regression tasks are scikit-learn's diabetes data; its `make_friedman1`, because its California
-housing data must be downloaded; the frequency of a noisy wave in two channels (`signal`); and the
-total area of the disks in an image of 16 x 16 pixels (`image`). In the multi-label task `digits`,
-an image contains one to three of scikit-learn's handwritten digits of different classes, overlaid
-at random positions in 12 x 12 pixels. Its labels are the ten classes, and a tenth of the labels of
-the training images is missing. Test images consist of digits that are in no training image.
+Regression tasks are scikit-learn's diabetes data; scikit-learn's `make_friedman1`, because the
+California housing data must be downloaded; the frequency of a noisy wave in two channels
+(`signal`); and the total area of the disks in an image of 16 x 16 pixels (`image`). In the
+multi-label task `digits`, an image contains one to three of scikit-learn's handwritten digits of
+different classes, overlaid at random positions in 12 x 12 pixels. Its labels are the ten classes,
+and a tenth of the labels of the training images is missing. Test images consist of digits that are
+in no training image.
 
 The three sites have different architectures, or the first architecture if a method requires a
-single one. FedBN trains networks with batch normalization, and methods with adapters a vision
-transformer that is pretrained on the positions of disks. The targets of the sites differ (Dirichlet
-0.5 over tenths of the target, or over the rarest label), and a fifth of the training samples is
-public.
+single one. FedBN trains networks with batch normalization, and methods with adapters train a vision
+transformer that is pretrained on the positions of disks. The targets of the sites differ: a
+Dirichlet(0.5) partition is based on tenths of the target, or on the rarest label. A fifth of the
+training samples is public.
 
 A cell is the improvement over `local` with the same architectures: the reduction of the RMSE in
 percent, or the gain of the macro AUC in percentage points. It is the mean of the paired differences
@@ -68,9 +69,9 @@ IMAGE_POOLS = {
     "three ranks": tuple(f"encoder-1-lora{rank}:disks" for rank in (2, 4, 8)),
     "one rank": ("encoder-1-lora8:disks",),
 }
-"""Other pools for the tasks with images."""
+"""Pools for methods that need certain models, in the tasks with images."""
 POOL_NAMES = {"fedbn": "batch norm", "fedlora": "three ranks", "fedsa": "one rank"}
-"""Pools of methods that need certain models."""
+"""Name of the pool, by method, for methods that need certain models."""
 Run = tuple[str, str, str, int]
 """Method, name of the pool, task, and seed of a run."""
 

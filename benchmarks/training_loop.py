@@ -76,7 +76,7 @@ def plain_epochs(client: HetClient, model_name: str) -> Callable[[], object]:
 
 
 def teaching(client: HetClient) -> Knowledge:
-    """Return knowledge such as Felo's server sends."""
+    """Return the knowledge that Felo's server would send after the client has trained once."""
     answer = client.train(1, Knowledge())
     return Knowledge({n: answer.tensors[n] for n in ("classes", "features", "logits")})
 

@@ -1,4 +1,4 @@
-"""Time and memory of CoFED's vote (Algorithm 1), and their growth.
+"""Time and memory of CoFED's vote (Algorithm 1), and their growth with the problem size.
 
     python -m benchmarks.voting [--clients 100] [--instances 50000] [--classes 20] [--runs 5]
 

@@ -40,11 +40,11 @@ from fedhet.settings.schema import synonym_of
 
 
 class Command(TyperCommand):
-    """Command with help texts for its arguments, and with hints for settings used as options."""
+    """Command that shows help texts for arguments, and a hint if an option names a setting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Restore the help of arguments, which typer 0.20 sets and click >= 8.4 clears.
+        # Restore the help texts of arguments: Typer 0.20 sets them, but click >= 8.4 clears them.
         signature = inspect.signature(self.callback, eval_str=True) if self.callback else None
         annotations = signature.parameters if signature else {}
         for parameter in self.params:
@@ -54,7 +54,7 @@ class Command(TyperCommand):
                 parameter.help = next(texts, None)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If an unknown option names a setting, the error explains `--set`."""
+        """Parse arguments. If an unknown option names a setting, the error shows how to set it."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -130,7 +130,7 @@ def submit_command(
 
 @contextlib.contextmanager
 def connected(server: str, ca: Path) -> Iterator[Connection]:
-    """Connect to a server using a temporary Flower configuration."""
+    """Yield a connection to a reachable server, with a temporary Flower configuration."""
     from fedhet.deployment.control import Connection, interrupted_by_terminate
 
     with interrupted_by_terminate(), tempfile.TemporaryDirectory(prefix="fedhet-") as home:

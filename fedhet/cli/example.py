@@ -46,8 +46,8 @@ CHANNELS, STEPS = 3, 96
 BY = "site"
 """Column or array with the site of each sample."""
 HOSPITALS = {"north": (62.0, 1.0, 1.0), "east": (45.0, 2.2046, 1.0), "south": (75.0, 1.0, 88.42)}
-"""Mean age, and scales of weight and creatinine, for each hospital in `regression`. North uses kg
-and mg/dL, east uses pounds, and south uses µmol/L."""
+"""Mean age, and unit conversion factors for weight and creatinine, for each hospital in
+`regression`. North uses kg and mg/dL, east uses pounds, and south uses µmol/L."""
 SETTINGS = {
     "table": "felo --dataset table:{} --set target=outcome",
     "regression": "fml --dataset table:{} --set task=regression --set target=days --set by=site "

@@ -35,7 +35,7 @@ from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
-"""Width in columns if the output is not a terminal and COLUMNS is not set."""
+"""Width of the output in columns if it is not a terminal and COLUMNS is not set."""
 
 for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
     # Ignore invalid sizes: Rich accepts 0 and fails on non-ASCII digits, and Typer fails on text.
@@ -170,7 +170,7 @@ FLAGS = {
     "strict": "engine.strict",
     "out": "out",
 }
-"""Settings that have a command-line option, by the name of the option."""
+"""Settings that have a command-line option, by option name."""
 
 
 def _flag(name: str, metavar: str | None = None) -> Any:

@@ -359,7 +359,7 @@ def privacy_command(
 
 
 def _consumed(path: Path, delta: float) -> list[dict[str, Any]]:
-    """Return a row per dataset and run, and a row with the total.
+    """Return a row with the consumed budget per dataset and run, and a row with the total.
 
     `epsilon` is infinite for runs without privacy. If there is such a run, `guarantee` is False in
     every row.

@@ -224,7 +224,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 
 
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
-    """Parse the settings of a sweep and their values; each combination becomes a run.
+    """Parse the swept settings and their values. Each combination of values becomes a run.
 
     Raises SettingsError if a text is malformed, a setting is duplicate, or there are too many
     combinations.

@@ -1,4 +1,4 @@
-"""Training of one run, of several seeds, or of a sweep, for the commands `run` and `sweep`.
+"""Training of a single run, of runs with several seeds, or of a sweep, for `run` and `sweep`.
 
 The report package is imported only after training, because importing it takes time.
 """
@@ -126,7 +126,7 @@ def train_sweep(
             )
             for given in by_seed
         ]
-    # All settings are valid at this point.
+    # Training starts only after the settings of all runs have been validated above.
     runs = [run for planned in by_point.values() for run in planned]
     todo = _incomplete(runs)
     num_jobs = jobs or jobs_that_fit(runs[0].config)

@@ -37,7 +37,7 @@ NODES = "nodes"
 AUTHORITY_DAYS = 3650
 """Minimum lifetime of the CA in days, because a new CA certificate must be copied to every site."""
 RENEWAL_PERIOD = datetime.timedelta(days=30)
-"""Period before a certificate's expiry in which it should be renewed."""
+"""Remaining lifetime below which a certificate should be renewed."""
 
 
 def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
@@ -47,7 +47,7 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
         directory: Directory that contains all files.
         hosts: Names and addresses under which nodes reach the server; loopback is always included.
         nodes: Names of the nodes.
-        days: Lifetime of the server certificate.
+        days: Lifetime of the server certificate, in days.
 
     Returns:
         The new files.
@@ -88,7 +88,7 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
     Args:
         directory: Directory that contains all files.
         hosts: Names and addresses to add to the names in the current certificate.
-        days: Lifetime of the new certificate.
+        days: Lifetime of the new certificate, in days.
 
     Returns:
         The replaced files.
@@ -124,7 +124,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def expiry(path: Path) -> str:
-    """Return a sentence about a certificate's expiry. Raises FedhetError if it is unreadable."""
+    """Describe a certificate's expiry. Raises FedhetError if the certificate is unreadable."""
     end = read_certificate(path).not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)).days
     when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"

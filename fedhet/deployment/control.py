@@ -52,7 +52,7 @@ POLL_SECONDS = 5.0
 START_SECONDS = 15.0
 """Seconds for which a server may be unreachable after its start."""
 NUM_RUNS = 3
-"""Number of the last runs to show."""
+"""Number of most recent runs to show."""
 NUM_LOG_LINES = 8
 """Number of lines to show from the end of a run's log."""
 _FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
@@ -63,7 +63,7 @@ class Connection:
     """Connection to a server through Flower's command line."""
 
     home: Path
-    """Directory of the configuration."""
+    """Directory of Flower's configuration."""
     address: str
     """HOST:PORT of the server's control API."""
     authority: Path
@@ -106,8 +106,8 @@ class Connection:
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
         """Show the log of a run until the run ends.
 
-        Also reports when the server stops or resumes replying, because Flower's command line prints
-        nothing for a minute in this case.
+        Also reports when the server stops replying or replies again, because Flower's command line
+        prints nothing for a minute if the server does not reply.
 
         Args:
             run_id: Flower's id of the run.
@@ -195,7 +195,7 @@ class Connection:
 
     @property
     def _empty_directory(self) -> Path:
-        """Empty working directory, because Flower's command line would modify a project there."""
+        """Empty working directory, in which Flower's command line finds no project to modify."""
         return self.home / "nowhere"
 
     def _options(self) -> dict[str, Any]:
@@ -379,13 +379,14 @@ def register(
 ) -> Iterator[str]:
     """Register public keys under client names, and yield a line about each key.
 
-    Flower's server accepts any number of keys under one name, so this function compares the names.
-    All keys are checked before the first key is registered. Registering a key again has no effect.
+    Flower's server accepts any number of keys under one name, so this function rejects a second
+    key. All keys are checked before the first key is registered. Registering a key again has no
+    effect.
 
     Args:
         connection: The connection to the server.
         keys: Pairs of a client's name and the file of its public key.
-        replace: Whether a key may take the name of another key, which is then unregistered.
+        replace: Whether a key may replace (and unregister) another key with the same name.
 
     Raises:
         FedhetError: If a file is not a public key, if a name belongs to another key, or if a key is

@@ -41,7 +41,7 @@ USUAL_HARDWARE = {
     "Two cores of an AMD EPYC.": "",
     "Two cores of an AMD EPYC (AVX-512), bfloat16.": "In bfloat16.",
 }
-"""Text about the default hardware, which docs/tables.md names once instead of in each section."""
+"""Short texts on the default hardware, which docs/tables.md describes once for all sections."""
 USUAL_SEEDS = [0, 1, 2]
 """Default seeds. A section omits its command if the table has default seeds and settings."""
 UNLISTED = {"engine.backend", "data.data-dir", "engine.precision"}
@@ -53,8 +53,8 @@ VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons in its table."""
 WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
 MAX_SEEDS = 100
-"""Maximum number of seeds to suggest; if more are needed, only a larger federation can decide the
-claim."""
+"""Maximum number of seeds to suggest. If more seeds are needed, only a larger federation can decide
+the claim."""
 
 
 def read_finished(folder: Path) -> list[TableResult]:
@@ -164,7 +164,7 @@ def claims_of(table: str) -> list[str]:
 
 
 def counted(claims: Sequence[TestedClaim]) -> Cells:
-    """Build a table of claims by verdict, with a row per paper and size, and a row per size."""
+    """Count claims by verdict, in a table with a row per paper and size, and a total per size."""
     papers = [*dict.fromkeys(paper_of(name) for name in table_names())]
     columns: dict[str, list[Cell]] = {
         name: [] for name in ("paper", "size", "tables", "claims", *WORDS.values())
@@ -202,10 +202,10 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 
 
 def paper_part(results: Sequence[TableResult]) -> str:
-    """Return a section for each table in a paper: numbers and verdicts on claims.
+    """Return a section for each table of a paper, with numbers and verdicts on claims.
 
-    The section shows the largest size for which the table was created. The section has a command
-    only if the table does not have the default seeds and settings.
+    A section shows the largest size for which the table was created. It contains the command only
+    if the seeds or settings differ from the defaults.
     """
     largest = {result.table: result for result in results}
     return "\n".join(_section(result) for result in largest.values())

@@ -101,7 +101,8 @@ def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
     """Rank methods by their scores; higher scores are better.
 
     Args:
-        scores: Scores of shape [N cells, methods]; methods with a missing score are excluded.
+        scores: Scores with one row per cell and one column per method. Methods with a missing score
+            are excluded.
         seeds: Number of runs over which each score is averaged.
 
     Returns:
@@ -204,7 +205,7 @@ def collect(plan: FieldPlan) -> FieldResults:
 
 
 def kind_of(run: Run, protocol: str) -> str:
-    """Return the kind of model that represents a method under a protocol, or "" if none does."""
+    """Return the model kind that represents a method under a protocol, or "" without scores."""
     kinds = sorted(run.kinds(protocol), key=lambda kind: position(kind, KINDS[protocol]))
     return next(iter(kinds), "")
 

@@ -75,7 +75,7 @@ class Wanted:
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     """Train the missing runs for the tables that `word` selects, and print and write the tables.
 
-    If `rows` is not empty, only rows whose names start with one of these words are trained.
+    If `rows` is not empty, only runs of rows whose names start with one of its words are trained.
     """
     plans = []
     for name in tables_of(word):

@@ -64,7 +64,7 @@ class Comparison(BaseModel, frozen=True, extra="forbid"):
 
 
 Measured = tuple[float | None, float | None]
-"""Mean and standard deviation over the seeds, or None if too few runs have finished."""
+"""Mean and standard deviation over the seeds, each None if too few runs have finished."""
 
 
 class TableResult(BaseModel, frozen=True, extra="forbid"):
@@ -149,7 +149,7 @@ def collect(plan: Plan) -> Results:
     """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     cells = {}
     for cell in plan.cells:
-        is_amount = cell.metric.startswith(("figure/", "bytes/"))  # Others are accuracies.
+        is_amount = cell.metric.startswith(("figure/", "bytes/"))  # Other metrics are accuracies.
         in_percent = plan.table.unit == "percent" and not is_amount
         finished = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
         values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
@@ -234,7 +234,7 @@ def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) 
 
 
 def _value(path: Path, metric: str) -> float:
-    """Return the value of a metric in a finished run, or NaN if the run does not have it."""
+    """Return the value of a metric in a finished run, or NaN if the run lacks the metric."""
     run, (first, second, *rest) = finished_run(path), metric.split("/")
     statistic = rest[0] if rest else "mean"
     if first == "figure":
@@ -295,7 +295,7 @@ def write_latex(results: Results, out: Path) -> Path:
     dagger marks differences beyond two standard errors.
     """
     plan, result = results.plan, results.result
-    # Map columns of scores to 1 if higher numbers are better, or to -1 if lower numbers are.
+    # Map columns of scores to 1 if higher numbers are better, or to -1 if lower are better.
     scored = {}
     for column in plan.table.columns_in(plan.size):
         of_column = [cell for (_, name), (cell, _) in results.cells.items() if name == column.name]
@@ -312,7 +312,7 @@ def write_latex(results: Results, out: Path) -> Path:
 
 
 def write_overview(tables: Sequence[Results], path: Path) -> None:
-    """Write an overview of all claims, and several tables, to one Markdown file."""
+    """Write an overview of several tables, followed by the tables, to one Markdown file."""
     sections = "\n".join(as_markdown(each.result, each.plan.table) for each in tables)
     write_text(path, f"{markdown(overview(tables))}\n{sections}")
 

@@ -2,10 +2,10 @@
 
 The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
 claims. A cell has one run per seed. The settings of the size are overridden by the settings of the
-column, the row, and the entry in `places` for this row and column, in this order. Each entry
-applies its presets first. Cells with equal settings share their runs, so rows or columns can show
-different models from the same run. The table of all methods, `field.toml`, combines model
-architectures with splits of the data.
+column, the row, and the entry in `places` for this row and column, in this order. At each level,
+presets are applied before individual settings. Cells with equal settings share their runs, so rows
+or columns can show different models from the same run. The table of all methods, `field.toml`,
+combines model architectures with splits of the data.
 
 The name of a run's directory is a hash of its settings, so that different tables share runs.
 """
@@ -45,8 +45,8 @@ FIELD = "field"
 """Name of the table of all methods."""
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
-"""Sizes of a table: the digits dataset in minutes, the paper's federation with small networks, and
-the paper's settings."""
+"""Sizes of a table: runs on digits that take minutes, the paper's federation with small networks,
+and the paper's settings."""
 STATISTICS = ("mean", "std", "tail", "worst")
 DIRECTIONS = ("up", "down")
 RATIOS = ("mean", "best", "worst")
@@ -108,7 +108,7 @@ class Line(_Part):
     metric: Metric = ""
 
     def changes(self, size: Size) -> list[Change]:
-        """Return the settings at a size; later settings override earlier settings."""
+        """Return the settings for a size; later settings override earlier settings."""
         own: Change | None = getattr(self, size)
         return [self.every, *([own] if own else [])]
 
@@ -143,7 +143,7 @@ class Claim(_Part):
     of: Literal["rows", "columns"] = "rows"
     """Whether rows are compared within each column, or columns within each row."""
     where: list[str] = Field(default_factory=list)
-    """Columns (or rows) for which the paper makes the claim; all if empty."""
+    """Columns (or rows) for which the paper makes the claim; an empty list means all."""
 
 
 class PaperTable(_Part):
@@ -173,7 +173,7 @@ class PaperTable(_Part):
         return [column for column in self.columns if size in column.sizes]
 
     def changes(self, row: Row, column: Line, size: Size) -> list[Change]:
-        """Return the settings of a cell at a size; later settings override earlier settings."""
+        """Return the settings of a cell for a size; later settings override earlier settings."""
         found = [self.sizes[size], *column.changes(size), *row.changes(size)]
         for place in self.places:
             if place.name == row.name and column.name in place.columns:
@@ -211,7 +211,7 @@ class Architectures(Line):
     """Pools for methods that cannot train this pool; `name` is the method."""
 
     def of(self, method: str, size: Size) -> list[Change]:
-        """Return the settings of a method at a size; later settings override earlier settings."""
+        """Return the settings of a method for a size; later settings override earlier settings."""
         own = (line for line in self.instead if line.name == method)
         return [*self.changes(size), *(change for line in own for change in line.changes(size))]
 
@@ -358,7 +358,10 @@ class Plan:
         ]
 
     def runs_of(self, rows: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of rows whose names start with one of `rows`, or all runs by default."""
+        """Return the runs of rows whose names start with one of `rows`.
+
+        If `rows` is empty, all runs are returned.
+        """
         wanted = [cell for cell in self.cells if not rows or cell.row.name.startswith((*rows,))]
         return each_once(run for cell in wanted for run in cell.runs.values())
 

@@ -68,7 +68,7 @@ def run(
     progress: bool = True,
     watchers: Iterable[Watcher] = (),
 ) -> Result:
-    """Train a federation on this machine, like `fedhet run`.
+    """Run a simulation on this machine, like `fedhet run`.
 
     Arguments override the settings in `config`, which override the settings in `preset`.
 
@@ -285,13 +285,13 @@ class Result:
 
     @property
     def baseline(self) -> Result | None:
-        """Result of the baseline (`against`), or None if there is none."""
+        """Result of the baseline (`against`), or None if the run has no baseline."""
         run = self._run.baseline
         return None if run is None else Result(run, best=self._best, trust=self._trust)
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the private models in the last evaluation, or NaN if there is none.
+        """Mean accuracy of the private models in the last evaluation, or NaN without an evaluation.
 
         The method determines the test set (`headline`). The accuracy is NaN if the task is not
         classification.
@@ -485,7 +485,7 @@ class Result:
 
 
 class ComparedRuns:
-    """Comparison of runs, grouped over seeds, as returned by `fedhet.compare`."""
+    """Comparison of groups of runs with different seeds, as returned by `fedhet.compare`."""
 
     def __init__(self, comparison: report.Comparison) -> None:
         self.comparison = comparison

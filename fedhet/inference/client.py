@@ -40,9 +40,9 @@ from fedhet.runs.units import natural
 from fedhet.wire.identity import client_name
 
 MAX_STATE_FACTOR = 8
-"""Maximum memory for building a client's models, as a multiple of the size of its state."""
+"""Maximum memory for building a client's models, as a multiple of the size of a saved state."""
 STATE = "state"
-"""Subdirectory with the client states in a simulated run's directory."""
+"""Subdirectory of a simulated run's directory that contains the client states."""
 ROUNDING = 1e-3
 """Tolerance for scaled pixel values outside [-1, 1]."""
 MAX_BYTES = 2**29
@@ -208,7 +208,7 @@ class TrainedClient:
         return Predictions(labels.cpu().numpy(), probabilities.cpu().numpy(), names)
 
     def scores(self, kind: str = "private") -> dict[str, dict[str, float]]:
-        """Return the run's metrics of the model, by test set and name.
+        """Evaluate a model with the run's metrics. Return the scores by test set and metric name.
 
         The test sets are the client's local test split and the common test set. Loads the data that
         the run's settings name. Raises DataError if the data is not found, and SettingsError if a
@@ -272,7 +272,7 @@ def open_client(
     round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())
     try:
-        # The record may contain any shape, but the models cannot exceed their saved state.
+        # Limit the memory by the size of the saved state, because the record may contain any shape.
         with AllocationLimit(MAX_STATE_FACTOR * largest + 2**26):
             restored = config.method.client(config, node, samples=record.without_data(config))
             restored.state.restore(store.run, before=round + 1)
@@ -353,7 +353,7 @@ def clients_in(directory: Path) -> list[str]:
 
 
 def best_round_of(directory: Path, trust: str = "") -> int:
-    """Return the round of a run with the best headline accuracy.
+    """Return the round in which a run has the best headline accuracy.
 
     Raises StateError if `directory` is not the directory of an evaluated run, and SettingsError if
     the method is in an untrusted module.
@@ -405,7 +405,7 @@ def read_inputs(
         paths: Image or text files, directories of such files, a single table, or a single .npz file
             with an array `x`.
         record: Record of the client. It contains the kind and the shape of the model's inputs.
-        resize: Whether to resize images of another size; `data.image-size` implies it.
+        resize: Whether to resize images of another size. `data.image-size` also enables resizing.
         max_bytes: Maximum size of the samples in memory. It replaces the run's `data.max-bytes`,
             because the run's settings may be untrusted.
 
@@ -481,10 +481,10 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
 
 
 def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
-    """Return the sample files in `paths` and, recursively, in directories, in natural order.
+    """Return the files in `paths`, and the sample files in directories, in natural order.
 
-    Unused files in directories are logged, and symlinks to directories are not followed. Raises
-    DataError if there are no samples.
+    Directories are read recursively, without following symlinks to directories. Unused files are
+    logged. Raises DataError if there are no samples.
     """
     names: list[str] = []
     for path in paths:

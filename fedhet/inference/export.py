@@ -37,7 +37,7 @@ adapters for the library peft or the base model with merged adapters."""
 DIRECTORIES = ("peft", "merged")
 """Export formats that consist of several files in a directory."""
 HEAD = "head.safetensors"
-"""File in an exported directory with the layers after the base model."""
+"""Name of the file with the layers after the base model, in an exported directory."""
 NEEDED = ("onnx", "onnxscript")
 """Packages that PyTorch requires to write ONNX."""
 _NUMBER, _CODE, _MISSING = range(3)
@@ -73,7 +73,7 @@ class Encoder(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encode rows x [N, columns], float64, as features [N, F], float32.
+        """Encode float64 rows x [N, columns] as float32 features [N, F].
 
         In `x`, a category is its index in the schema, and a missing value is NaN.
         """
@@ -261,7 +261,7 @@ ORDER = (
     "the quantiles of the first target, then of the second target, and so on; sort the quantiles "
     "of each target"
 )
-"""Description of the outputs of a network with the quantile loss."""
+"""Description of the order of the outputs of a network with the quantile loss."""
 ENCODED = (
     "tokens of the encoder's tokenizer.json without padding, with the ids 0 and pad_token_id (of "
     "config.json) swapped; longer texts are truncated, shorter texts are padded at the end"

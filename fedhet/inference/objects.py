@@ -1,7 +1,7 @@
 """Names for models, datasets and methods that a user passes to `fedhet.run` as objects.
 
-Settings store names. The name of an importable object is its import path. Any other object is
-registered as an attribute of this module, for this process only.
+Settings can store only names. The name of an importable object is its import path. Any other object
+is registered as an attribute of this module, for this process only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _missing(names: Sequence[str]) -> SettingsError:
 
 
 def model_name(model: object, *, inline: bool) -> str:
-    """Return the name of a model. The argument is a name or a function.
+    """Return the name of a model that is given as a name or as a function.
 
     Raises SettingsError if `model` is another object, or if it is a function that workers cannot
     import and the run is not `inline`.
@@ -62,7 +62,7 @@ def model_name(model: object, *, inline: bool) -> str:
 
 
 def dataset_name(data: object, *, inline: bool) -> str:
-    """Return the name of a dataset. The argument is a name, data, or a function.
+    """Return the name of a dataset that is given as a name, as data, or as a function.
 
     Unless the run is `inline`, raises SettingsError for data, and for functions that workers cannot
     import.
@@ -74,7 +74,7 @@ def dataset_name(data: object, *, inline: bool) -> str:
 
 
 def method_name(method: object, *, inline: bool) -> str:
-    """Return the name of a method. The argument is a name, a module, or a pair of classes.
+    """Return the name of a method that is given as a name, a module, or a pair of classes.
 
     The pair consists of subclasses of HetStrategy and HetClient. Raises SettingsError if the method
     is another object, or if workers cannot import it and the run is not `inline`.

@@ -33,7 +33,7 @@ MIN_STANDARD_ERRORS = 2.0
 TESTS = {"none": "", "t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}
 """Titles of the tests of the differences; see `p_value`."""
 DIGITS = 12
-"""Decimals of a difference; further decimals are floating-point errors."""
+"""Number of decimals to which differences are rounded, to remove floating-point errors."""
 
 
 # --- groups of runs ------------------------------------------------------------------------
@@ -83,15 +83,15 @@ class Group:
         return tuple(run.seed for run in self.runs)
 
     def score(self, column: Column) -> Spread:
-        """Return the mean score in the last round, as mean and standard deviation over runs."""
+        """Return the mean and std, over runs, of the mean score in the last round."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def tail(self, column: Column) -> Spread:
-        """Return the mean score in the last fifth of the rounds, as mean and std over runs."""
+        """Return the mean and std, over runs, of the mean score in the last fifth of the rounds."""
         return Spread.of(run.tail(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
-        """Return the worst client's score in the last round, as mean and std over runs."""
+        """Return the mean and std, over runs, of the worst client's score in the last round."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
@@ -100,7 +100,7 @@ class Group:
         return pd.Series(means, dtype=float)
 
     def total(self, cost: str) -> Spread:
-        """Return an entry of `Run.totals`, such as `bytes_up`, as mean and std over runs."""
+        """Return the mean and std, over runs, of an entry of `Run.totals`, such as `bytes_up`."""
         return Spread.of(float(run.totals[cost]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
@@ -123,7 +123,7 @@ class Group:
 
 
 def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
-    """Return the mean and sample standard deviation of curves, for the rounds in all curves.
+    """Return the mean and sample standard deviation of curves, in the rounds that they share.
 
     The standard deviation of a single curve is NaN.
     """
@@ -168,7 +168,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     """Group runs that differ only in their seeds. Return the groups, and notes on skipped runs.
 
     Unfinished runs are skipped if their group has finished runs. Several runs with the same seed
-    are one sample, so only the run with the most rounds is kept. Among equally long runs, the
+    count as one sample, so only the run with the most rounds is kept. Among equally long runs, the
     latest run is kept.
     """
     ignored = where_it_ran() | {"seed"}
@@ -275,11 +275,11 @@ class Pair:
     tail: Difference
     """Differences in the last fifth of the rounds."""
     p: float = NAN
-    """p-value for the last round, corrected for the number of pairs, or NaN if not tested."""
+    """p-value for the last round, corrected for the number of pairs, or NaN without a test."""
 
     @property
     def fault(self) -> str:
-        """Reason why the two groups cannot be compared by seed, or "" if they can."""
+        """Reason why the two groups cannot be compared by seed, or "" if they are comparable."""
         if self.last.n > 1:
             return ""
         if self.group.dataset != self.baseline.dataset:
@@ -437,7 +437,7 @@ def choose_metric(runs: Sequence[Run], name: str | None) -> Metric:
 def choose_target(
     groups: Sequence[Group], column: Column, metric: Metric, target: float | None
 ) -> tuple[float, str, str]:
-    """Return the target score, its text, and the basis of a target that was not given.
+    """Return the target score, the score as text, and a description of a default target.
 
     The default is 90 % of the lowest last score of any run or, if lower scores are better, 110 % of
     the highest last score, so that all runs reach the target. The percentage is relative to the
@@ -548,10 +548,10 @@ def pair_groups(
 ) -> tuple[Pair, ...]:
     """Pair each group with its baseline, in the order of the groups.
 
-    `against` is the label or method of the baseline, or "NAME:KIND" to compare with its models of
-    another kind. The default is `local` or, if absent, the first group. If several groups have the
-    baseline's method, each group is paired with the group that shares the most settings. Raises
-    SettingsError if the baseline does not exist.
+    `against` is the label or method of the baseline, or "NAME:KIND" to compare with the baseline's
+    models of another kind. The default is `local` or, if absent, the first group. If several groups
+    have the baseline's method, each group is paired with the group that shares the most settings.
+    Raises SettingsError if the baseline does not exist.
     """
     baselines, baseline_column = _baselines(groups, column, against)
     pairs = []

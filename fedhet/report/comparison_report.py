@@ -132,7 +132,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         hero[name] = f"{other}, {score(abs(best.mean - spread.mean), metric.name)} {worse}"
     protocol, kind = comparison.headline
     of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
-    # Omit empty columns, and the dataset if all groups have the same dataset.
+    # Omit empty columns, and the column `dataset` if all groups have the same dataset.
     cells = comparison_cells(comparison).columns
     texts = {header: {cell.text for cell in column} for header, column in cells.items()}
     kept = {
@@ -446,7 +446,7 @@ def _method_metric(ax: Axes, comparison: Comparison, name: str) -> None:
 def _draw(
     ax: Axes, comparison: Comparison, curve_of: Callable[[Group], pd.DataFrame], x: str = ""
 ) -> list[int]:
-    """Draw a curve with a band over seeds for each group.
+    """Draw a curve for each group, with a band of one standard deviation over seeds.
 
     The x-axis shows the rounds or the column `x`. Returns the rounds that the curves cover.
     """

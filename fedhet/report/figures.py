@@ -63,7 +63,7 @@ def drawings(run: Run) -> list[Drawing]:
 
 
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
-    """Draw the headline metric over rounds, with a panel per protocol and a curve per kind."""
+    """Plot the headline metric by round, with a panel per protocol and a curve per model kind."""
     metric = metric_of(run.metric)
 
     def draw(figure: Figure) -> None:
@@ -219,7 +219,7 @@ def _loss(run: Run) -> Drawing | None:
 
 
 def _by_cost(run: Run, cost: str) -> Drawing | None:
-    """Draw the headline score over epsilon or simulated time (`clock`), if available."""
+    """Plot the headline score against epsilon or simulated time (`clock`), if it is recorded."""
     total = float(run.totals[cost])
     if math.isnan(total) or not run.columns:
         return None
@@ -397,7 +397,7 @@ def _client_curves(run: Run) -> Drawing | None:
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
-    """Return the model and the value of each client that has a value, in ascending order."""
+    """Return the model and value of each client that has a value, in ascending order of values."""
     frame = pd.DataFrame({"value": pd.Series(values, dtype=float).dropna()})
     models = [run.models.get(name, "model unknown") for name in frame.index]
     return frame.assign(model=models).sort_values("value", kind="stable")

@@ -90,7 +90,7 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
 
 
 def render_run(run: Run, live: Live | None = None) -> str:
-    """Return the HTML report of a run, with the additional content `live` if it is served."""
+    """Return the HTML report of a run, with the additional content `live` for a served report."""
     metrics = run.method_metrics
     over_rounds = [name for name in metrics if metrics[name].nunique() > 1]
     once = {name: metrics[name].dropna() for name in metrics if name not in over_rounds}

@@ -173,7 +173,7 @@ class Run:
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """Protocol, and its ratios of private to local accuracy in the last evaluated round.
+        """Pair of a protocol and the ratios of private to local accuracy in the last evaluation.
 
         The headline protocol is preferred. The result is None if there are no ratios.
         """
@@ -181,7 +181,7 @@ class Run:
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
     def majority(self, protocol: str) -> Mapping[str, float]:
-        """Return the score from always predicting a constant (see `fedhet.data.tasks`), by client.
+        """Return each client's score for a constant prediction (see `fedhet.data.tasks`).
 
         The result is empty for metrics other than the headline metric.
         """
@@ -210,7 +210,7 @@ class Run:
         return next((each for each in candidates if each in available), None)
 
     def client_count(self, protocol: str, kind: str) -> str:
-        """Format the number of clients in a mean, e.g. "2 of 3", or "" for a server model."""
+        """Format the number of clients in a mean score, e.g. "2 of 3", or "" for a server model."""
         count, all_clients = len(self.last(protocol, kind).per_client), len(self.clients)
         if kind == "server":
             return ""

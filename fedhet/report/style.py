@@ -77,7 +77,7 @@ PAPER_RC: Any = {
 }  # fmt: skip
 """Style overrides for papers, in which printed text has a size of 8 points."""
 LEGEND_CHARS = 72
-"""Number of characters per legend line above an Axes object of size WIDTH."""
+"""Number of characters that fit into a legend line above an Axes object of width WIDTH."""
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
@@ -200,7 +200,7 @@ def _rounded(values: Iterable[float]) -> list[float | None]:
 def single_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
     """Describe an SVG of a single curve over `xs`, in the format of `Canvas.description`.
 
-    `box` contains the left, top, right and bottom of the curve.
+    `box` contains the left, top, right and bottom edges of the curve.
     """
     x, y = [min(xs), max(xs), False], [values.min(), values.max(), False]
     options = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
@@ -238,7 +238,7 @@ class Drawing:
             for artist in figure.findobj():
                 artist.set_gid(None)  # Ids must be unique, but artists may share a series.
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
-            # Keep the layout, because computing it again would take half of the time.
+            # Keep the layout, because computing it again would take half of the total time.
             figure.set_layout_engine("none")
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
@@ -383,7 +383,7 @@ def over_rounds(
 
 
 def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = "y") -> None:
-    """Set a few ticks at round values on an axis, with labels from `text`."""
+    """Set a few ticks at round values on an axis, with labels formatted by `text`."""
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     chosen.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
@@ -428,7 +428,7 @@ def line(
     name: str = "",
     **look: Any,
 ) -> None:
-    """Draw a curve of values over their index, with markers if there are few values.
+    """Plot values against their index as a curve, with markers if there are few values.
 
     `name` is the name of the curve in tooltips, by default the name of the series.
     """

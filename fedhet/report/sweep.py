@@ -26,7 +26,7 @@ from fedhet.runs.units import human_number, plus_minus, printable
 from fedhet.settings.text import as_text
 
 TAIL = ", tail"
-"""Suffix of quantities that are means over the last fifth of the rounds."""
+"""Suffix in the names of quantities that are means over the last fifth of the rounds."""
 MAX_CURVES = 12
 """Maximum number of curves in a panel. Each combination of values of the second and later settings
 has a curve."""
@@ -53,7 +53,7 @@ class Sweep:
         """Final value of each quantity (column) in each run (row).
 
         The index contains the number of each run's point. Quantities are headline scores, their
-        means over the last fifth of the rounds, and all metrics.
+        means over the last fifth of the rounds, and all other metrics.
         """
         index, rows = [], []
         for number, runs in enumerate(self.runs.values()):
@@ -189,7 +189,7 @@ def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:
     words, is_accuracy = len(columns), results.metric.name == ACCURACY
 
     def mean_and_std(mean: float, std: float) -> str:
-        """Format "0.627 ± 0.019", with as many decimals as the mean, but at least two."""
+        """Format "MEAN ± STD". STD has as many decimals as MEAN, but at least two."""
         text = human_number(mean)
         decimals = max(2, len(text.partition(".")[2]))
         return text + (f" ± {human_number(round(std, decimals))}" if math.isfinite(std) else "")

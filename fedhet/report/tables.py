@@ -186,7 +186,7 @@ def legend(run: Run) -> str:
 
 
 def constant_of(run: Run) -> tuple[str, str]:
-    """Return the name and the description of the constant prediction of a run's task."""
+    """Return the name and the description of the constant prediction for a run's task."""
     return find_task(metric_of(run.headline_metric).task).constant
 
 

@@ -63,7 +63,7 @@ def serve(folder: Path, port: int = 0) -> Iterator[str]:
 
 
 class Pages:
-    """Content of the pages that the server offers.
+    """Content of the server's pages.
 
     The pages are the list of runs (/), a run's report (/run/NAME) and status (/status/NAME), and a
     comparison of runs (/compare?run=NAME).
