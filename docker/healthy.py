@@ -1,4 +1,4 @@
-"""Check the health of a Flower process: `python healthy.py ADDRESS` of its health service."""
+"""Exit with 0 if the gRPC health service at ADDRESS is serving: `python healthy.py ADDRESS`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Run flower-superlink without log lines for successful HTTP requests, nearly all of its log."""
+"""Run flower-superlink without logging successful requests, which would fill the log."""
 
 import logging
 

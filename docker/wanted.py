@@ -1,4 +1,4 @@
-"""Print requirements from pyproject.toml: of the package (`image`) or its build (`build`)."""
+"""Print the package requirements (`image`) or build requirements (`build`) in pyproject.toml."""
 
 import sys
 import tomllib
