@@ -284,7 +284,10 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
     ],
 )
 def test_fedgem_has_no_components_to_take_away(name, value, default):
-    with pytest.raises(SettingsError, match=f"'fedgems.{name}': expected {default} with"):
+    with pytest.raises(
+        SettingsError,
+        match=f"'fedgems.{name}': with 'fedgems.selective' = false, expected {default}",
+    ):
         fedgems(**{"fedgems.selective": False, f"fedgems.{name}": value})
 
 

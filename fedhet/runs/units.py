@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.base.metrics import ACCURACY, metric_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,11 +78,13 @@ def human_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def score(value: float, metric: str = ACCURACY, decimals: int = 4) -> str:
+def score(value: float, metric: str = "accuracy", decimals: int = 4) -> str:
     """Format a score of a metric, e.g. "0.7312".
 
     Scores with the unit of a target have four significant digits, and at least their integer part.
     """
+    from fedhet.base.metrics import metric_of  # needs NumPy, which a new machine may lack
+
     if not math.isfinite(value):
         return ABSENT
     if not metric_of(metric).has_unit:
@@ -91,7 +92,7 @@ def score(value: float, metric: str = ACCURACY, decimals: int = 4) -> str:
     return f"{value:.0f}" if 999.95 <= abs(value) < 1e15 else f"{value:#.4g}"
 
 
-def difference(value: float, metric: str = ACCURACY) -> str:
+def difference(value: float, metric: str = "accuracy") -> str:
     """Format a difference of two scores with its sign, e.g. "+0.0312"."""
     text = score(value, metric)
     return text if text.startswith(("-", ABSENT)) else f"+{text}"
@@ -102,7 +103,7 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.4g} %"
 
 
-def plus_minus(mean: float, std: float, digits: int = 4, metric: str = ACCURACY) -> str:
+def plus_minus(mean: float, std: float, digits: int = 4, metric: str = "accuracy") -> str:
     """Format "mean ± std" of a metric, or only the mean if the deviation is not finite."""
     spread = f" ± {score(std, metric, digits)}" if math.isfinite(std) else ""
     return score(mean, metric, digits) + (spread if math.isfinite(mean) else "")
