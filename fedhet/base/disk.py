@@ -140,7 +140,7 @@ def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
 
 
 class Folder:
-    """Directory for writing without following symlinks. The directory is created on first use."""
+    """Directory for writing files without following symlinks. It is created on first use."""
 
     def __init__(self, path: Path, within: Path | None = None, *, private: bool = False) -> None:
         """Describe a directory without creating it.

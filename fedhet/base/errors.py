@@ -52,7 +52,10 @@ class PrivacyError(FedhetError):
 
 
 class MaskingError(FedhetError):
-    """Raised if a request violates the rules of secure aggregation. Reveals no private data."""
+    """Raised if a request violates the rules of secure aggregation.
+
+    The message reveals no private data.
+    """
 
 
 class StateError(FedhetError):

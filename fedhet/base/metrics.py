@@ -204,7 +204,7 @@ def mean_over_labels(predictions: Predictions, score: LabelScore) -> float | Non
 
 
 def micro_auc(predictions: Predictions) -> float | None:
-    """Return the AUC over all present labels of all samples, or None if it is undefined."""
+    """Return the AUC over all non-missing labels of all samples, or None if it is undefined."""
     present = ~np.isnan(predictions.truth)
     truth, likely = predictions.truth[present], predictions.probabilities[present]
     return label_auc(truth, truth, likely) if len(np.unique(truth)) == 2 else None
@@ -232,7 +232,7 @@ class Metric:
     by_class: bool = False
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
     by_target: bool = False
-    """Whether the metric is also reported per target if there are several, as `rmse.0`, ..."""
+    """Whether the metric is also reported for each of several targets, as `rmse.0`, ..."""
 
     @property
     def noun(self) -> str:

@@ -42,7 +42,7 @@ MAX_BYTES = 2 * 2**30
 
 The client in use is not counted."""
 _cached_assign = lru_cache(maxsize=1)(assign)
-"""Cached `assign`, because it is called with the same arguments for each client."""
+"""Cached version of `assign`, which is called with the same arguments for each client."""
 
 
 @dataclass(frozen=True)

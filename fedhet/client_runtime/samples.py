@@ -146,7 +146,8 @@ def public_samples(
 ) -> tuple[Split, DataError | None]:
     """Return the public set, and an error if the set contains samples of this client.
 
-    The error is None without overlap. Set `labeled` if the labels of the public set are used.
+    The error is None if there is no overlap. Set `labeled` if the labels of the public set are
+    used.
     """
     info, name = samples.info, config.run.data.public_dataset
     classes = info.classes if labeled else None

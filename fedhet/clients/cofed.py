@@ -47,7 +47,7 @@ class CofedClient(HetClient):
         return self.compute.to_device(self.public_set(labeled=False).x)
 
     def sizes(self) -> Sizes:
-        """Return the sizes of axes C (classes), L = C + 1 (with "none"), N (public instances)."""
+        """Return the sizes of axes C (classes), L (prediction values), N (public instances)."""
         classes = self.info.classes
         return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
 

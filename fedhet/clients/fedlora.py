@@ -57,7 +57,7 @@ class FedLoraClient(FedAvgClient):
         )
 
     def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
-        """Load `weights`, padded with zeros up to the model's rank."""
+        """Load `weights` into `model`, padded with zeros up to the model's rank."""
         own = to_arrays(model)
         whole = {n: padded(value, own[n].shape) for n, value in weights.items()}
         return super()._joined(model, whole)

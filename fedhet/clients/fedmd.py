@@ -101,7 +101,7 @@ class FedMdClient(HetClient):
         self.fit_private(self.generator(round, "batches"))
 
     def _train_network(self, round: int, knowledge: Knowledge, exchanged: ScoreKind) -> None:
-        """Train on the labeled public data (in the first round), the consensus, and own data."""
+        """Train on public labels (in the first round), the consensus, and the client's data."""
         optimizing = self.optimization(self.network.train().parameters())
         if self.state.participations == 0 and self.settings.public_epochs:
             x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs

@@ -46,7 +46,11 @@ class FedMrlClient(HetClient):
     settings: FedMrlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model. F has its default feature width, but at least d1."""
+        """Build the private model.
+
+        The features of F have their default width, or the width of the features of G if it is
+        larger.
+        """
         local, shared_dim = self.build_model(), self.settings.shared_dim
         if local.feature_dim < shared_dim:
             local = self.build_model(shared_dim)

@@ -23,7 +23,8 @@ from fedhet.models import HetModel, load_weights, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 MIN_CALIBRATED = 32
-"""Minimum batch size on D', needed by batch norms, unless the training batch size is smaller."""
+"""Minimum batch size on the calibration data D', unless the training batch size is smaller. Batch
+norms need large batches."""
 Pair = tuple[Tensor, Tensor]
 """Tensors of the private model and of its teacher (by default, the proxy)."""
 

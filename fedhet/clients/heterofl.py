@@ -31,7 +31,8 @@ class HeteroFlClient(FedAvgClient):
     def prepare(self) -> None:
         """Select the submodel of the client's level, unless the site has configured a submodel."""
         narrow = narrow_name(self.info.model, self.settings.width_of(self.node.partition))
-        if is_registered(narrow):  # Otherwise, the model is a submodel, or the server rejects it.
+        # Otherwise, the site has configured a submodel, or a model that the server rejects.
+        if is_registered(narrow):
             self.info = replace(self.info, model=narrow)
         self.absent = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
         """Mask [C] of the classes without samples on the client."""

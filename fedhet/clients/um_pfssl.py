@@ -174,7 +174,7 @@ class UmPfsslClient(HetClient):
         return received
 
     def _self(self, own: int) -> Helper:
-        """Return the list entry for the client's own model, with its relation (Eq. 13)."""
+        """Return the entry for the client's own model, with its relation to the data (Eq. 13)."""
         entry = Helper(own, self._own_version, 0.0)
         return self._related(to_arrays(self.network), entry)
 
@@ -203,7 +203,7 @@ class UmPfsslClient(HetClient):
             return predictive(model, self.unlabeled.x, self.settings.passes, self.compute)
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
-        """Load a helper's weights into the spare model for evaluating helpers, and return it."""
+        """Load a helper's weights into the model used for evaluating helpers, and return it."""
         load_weights(self._helper_model, weights)
         return self._helper_model
 

@@ -132,7 +132,7 @@ that started them."""
 _starting: list[Future[None]] = []
 """Future of the cluster that starts in the background, until `start` has waited for it."""
 _stopping: list[Future[None]] = []
-"""Future of closing a cluster that was still starting when the run no longer needed it."""
+"""Future of a task that closes a cluster that was still starting when it was no longer needed."""
 _directories: list[tempfile.TemporaryDirectory[str]] = []
 """Directory of the running cluster, which is removed at the latest when this process ends."""
 

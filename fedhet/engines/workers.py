@@ -158,7 +158,7 @@ class WorkerPool:
             places: The machine of each worker.
             start: Function that starts an actor on a machine. The actor must have a method
                 `is_ready`.
-            notice: Shows a message to the user.
+            notice: Function that shows a message to the user.
         """
         self.places = tuple(places)
         self._start, self.notice = start, notice

@@ -85,7 +85,7 @@ class Predictions:
 
 @dataclass(frozen=True, eq=False)
 class PredictedNumbers:
-    """A model's predictions for N samples, if the task is not classification."""
+    """A model's predictions for N samples in a task other than classification."""
 
     values: NDArray[np.float64]
     """Predicted targets in their units, of shape [N, K]."""
@@ -122,7 +122,7 @@ class PredictedLabels(PredictedNumbers):
 
     @property
     def labels(self) -> list[list[str]]:
-        """Labels of each sample with a probability of at least 0.5."""
+        """Names of the labels with a probability of at least 0.5, for each sample."""
         return [
             [name for name, applies in zip(self.targets, row, strict=True) if applies]
             for row in self.values >= THRESHOLD

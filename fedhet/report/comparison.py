@@ -366,7 +366,7 @@ def compare(
         dirs: Run directories, or directories up to two levels above run directories.
         target: Score for the bytes-to-target column. For metrics that are fractions, a value above
             1 is a percentage. The default is 90 % of the lowest last score, which all runs reach.
-        kind: Kind of models whose score determines the groups' order; the default is `private`.
+        kind: Kind of model whose score determines the groups' order; the default is `private`.
         protocol: Test set for this score; the default is the headline protocol of most runs.
         figures: Comma-separated method metrics to plot over rounds.
         against: Baseline for the paired differences; see `pair_groups`.

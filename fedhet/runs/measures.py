@@ -230,7 +230,7 @@ def summarize(
 
 
 def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Ratio]:
-    """Compute statistics over clients of the ratio of private to local accuracy, by protocol.
+    """Compute statistics of the clients' ratios of private to local accuracy, by protocol.
 
     Omits clients that did not report both accuracies, and clients whose local accuracy is zero
     (below `MIN_ACCURACY`).

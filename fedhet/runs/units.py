@@ -104,7 +104,7 @@ def percent(fraction: float) -> str:
 
 
 def plus_minus(mean: float, std: float, digits: int = 4, metric: str = "accuracy") -> str:
-    """Format "mean ± std" of a metric, or only the mean if the deviation is not finite."""
+    """Format "mean ± std" of a metric, or only the mean if `std` is not finite."""
     spread = f" ± {score(std, metric, digits)}" if math.isfinite(std) else ""
     return score(mean, metric, digits) + (spread if math.isfinite(mean) else "")
 

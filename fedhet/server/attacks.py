@@ -89,7 +89,11 @@ def lie(benign: Benign, malicious: int) -> Array:
 
 
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
-    """Return a far update or, if `second` is set, its mean with all benign updates (Eq. 11)."""
+    """Return the first or second of the two OFOM updates (Eq. 11).
+
+    The first update is a far update, and the second update is the mean of the first update and all
+    benign updates.
+    """
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
@@ -209,7 +213,7 @@ class Attack:
     def _direction(
         self, round: int, name: str, shape: tuple[int, ...], rows: Array | None
     ) -> Array:
-        """Return the direction of theta' (Eq. 7, 11) for a tensor, shared by all attackers.
+        """Return the direction of theta' (Eqs. 7 and 11) for a tensor. All attackers share it.
 
         The direction is drawn in each round or once per run ('attack.direction'). If it is drawn
         once per run, `rows` of shape [shape[0]] contains the class or public sample of each row, or
@@ -231,7 +235,7 @@ def _is_of(field: Field, name: str) -> bool:
 def _comparable(
     field: Field, honest: Knowledge, benign: Sequence[Knowledge], ids: str
 ) -> list[Knowledge]:
-    """Return the benign replies whose tensors of a field are comparable with `honest`.
+    """Return the benign replies that are comparable with `honest` in the given field.
 
     Weights are comparable if the models have the same architecture. Rows with ids are always
     comparable.

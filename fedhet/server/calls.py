@@ -54,7 +54,7 @@ _LIBRARIES = [
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
 ]
 MAX_LIBRARY_FRAMES = 3
-"""Number of frames to show if a traceback has no frames in user code."""
+"""Maximum number of frames to show from a traceback without frames in user code."""
 
 
 class DirectProxy(ClientProxy):
@@ -110,10 +110,11 @@ class NamedProxy(DirectProxy):
             name: The client's name.
             proxy: Flower's proxy, or None if the client was called by an earlier process.
             on_reply: Called when the client has replied to an instruction to train.
-            message_without_base: Returns the message with full weights, or None if the message has
-                no base weights.
-            spool: Stores the payloads of replies on disk; None keeps them in memory.
-            make_payload: Builds the payload of a large message once `turn` is acquired.
+            message_without_base: Function that returns the message with full weights, or None if
+                the message has no base weights.
+            spool: Store for the payloads of replies on disk; None keeps them in memory.
+            make_payload: Function that builds the payload of a large message once `turn` is
+                acquired.
             turn: Semaphore that limits the number of large messages that exist at the same time.
         """
         super().__init__(proxy.cid if proxy else name)
@@ -234,7 +235,7 @@ class CallOutcome:
 
 @dataclass
 class RoundResults:
-    """Replies received before a round, or the evaluation of a round, closed."""
+    """Replies that arrived before a round, or its evaluation, was closed."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
@@ -267,8 +268,8 @@ class CallPool:
 
         Args:
             max_concurrent: Maximum number of clients called at the same time.
-            store_late_reply: Stores the payload of a late training reply on disk, and returns the
-                reply without its payload.
+            store_late_reply: Function that stores the payload of a late training reply on disk, and
+                returns the reply without its payload.
         """
         self.max_concurrent, self._store_late_reply = max_concurrent, store_late_reply
         self._pending: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
@@ -430,7 +431,7 @@ class UserCodeFaults:
         """Create the reporter.
 
         Args:
-            notice: Shows a message to the user.
+            notice: Function that shows a message to the user.
             strict: Whether the first error ends the run.
         """
         self._notice, self._strict = notice, strict

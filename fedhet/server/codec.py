@@ -106,7 +106,7 @@ class Instruction:
 
 
 class InstructionEncoder:
-    """Encoder of instructions that tracks each client's version of the weights."""
+    """Encoder that builds instructions, and tracks each client's version of the weights."""
 
     def __init__(self, coder: Coder | None) -> None:
         """Create the encoder; without a coder, instructions are sent unchanged."""

@@ -93,7 +93,7 @@ class Defense:
                 yield reply.with_knowledge(reply.knowledge.replacing(tensors))
 
     def included(self, replies: Sequence[Knowledge]) -> Array:
-        """Return a Boolean array of shape [K] that marks the replies to aggregate."""
+        """Return a Boolean array of shape [K] that marks which of the K replies to aggregate."""
         squared = distances(self.contract, replies, self._fraction)
         if squared is None:
             return np.ones(len(replies), bool)
@@ -128,7 +128,7 @@ class Defense:
 
 
 def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float) -> Array | None:
-    """Return the squared distances [K, K] between replies, or None if K < MIN_CLIENTS.
+    """Return the squared distances [K, K] between K replies, or None if K < MIN_CLIENTS.
 
     All fields have the same weight, and the tensors within a field are weighted by their sizes.
     Fields and layers differ in scale, so distances are relative to the typical distance between two
@@ -181,7 +181,7 @@ class Group:
     the leading part of the larger tensor."""
 
     def stack(self, name: str) -> Array:
-        """Stack the clients' tensors to shape [K, ...] in float64, with NaN for missing values."""
+        """Stack the tensors of K clients into a float64 array [K, ...]; missing values are NaN."""
         values = {client: self.values[client][name] for client in self.clients}
         shape = np.max([value.shape for value in values.values()], axis=0).astype(int)
         if self.rows:

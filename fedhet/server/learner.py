@@ -30,10 +30,11 @@ from fedhet.wire.identity import SERVER
 
 
 class Learner:
-    """Trainer of a server model with the run's training settings."""
+    """Trainer for a server model. Uses the run's training settings."""
 
     def __init__(self, model: HetModel, run: RunSettings) -> None:
-        # Use the clients' number of threads, because this number affects floating-point sums.
+        # Use as many threads as the clients, because the number of threads affects floating-point
+        # sums.
         torch.set_num_threads(run.engine.threads)
         self.model, self.run = model, run
         self.compute = compute_for(run.engine)

@@ -158,7 +158,7 @@ class Members:
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
             samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
-                the median; 0 means no limit.
+                the median over all members; 0 means no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
             task_name: Name of the run's task.
         """
@@ -344,7 +344,7 @@ class Members:
                 self._notice(reply)
 
     def _exclude(self, member: Member, fault: str) -> bool:
-        """Exclude a client with a notice, and return True, if `fault` is not empty."""
+        """Exclude a client, with a notice, if it has a `fault`. Return whether it is excluded."""
         if fault:
             self._refused.add(member.proxy.cid)
             self._notice(f"client {member.info.name} is excluded: {fault}")
@@ -559,9 +559,9 @@ class ClientHealth:
         return {"refused": self._refused, "silent": silent, "last": last, "gone": self._gone}
 
     def load_dict(self, saved: Mapping[str, Mapping[str, int]]) -> None:
-        """Restore the result of `to_dict`.
+        """Restore the state returned by `to_dict`.
 
-        Raises ValueError, KeyError or TypeError if it is invalid.
+        Raises ValueError, KeyError or TypeError if the state is invalid.
         """
         self._refused, self._gone = dict(saved["refused"]), dict(saved["gone"])
         self._silent = {name: (n, saved["last"][name]) for name, n in saved["silent"].items()}

@@ -88,7 +88,7 @@ class Nodes:
 
 
 class TransferLimiter:
-    """Limiter of the number of messages that are sent or received at the same time.
+    """Limiter for the number of messages that are sent or received at the same time.
 
     A message needs several times its size in memory while it is transferred.
     """

@@ -320,9 +320,9 @@ class Collector:
         return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `to_dict`.
+        """Restore the state returned by `to_dict`.
 
-        Raises ValueError, KeyError or TypeError if it is invalid.
+        Raises ValueError, KeyError or TypeError if the state is invalid.
 
         Only clients whose late replies are stored on disk are restored as busy. All other busy
         clients were still training when the server ended, so they are called again.

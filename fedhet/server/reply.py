@@ -170,7 +170,7 @@ def bytes_of(payload: Parameters) -> int:
 
 
 class ReplySpool:
-    """Directory with the replies of one round, with at most one file per client."""
+    """Directory that contains the replies of one round, in at most one file per client."""
 
     def __init__(
         self,

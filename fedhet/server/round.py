@@ -74,7 +74,7 @@ class RoundState:
 
         Args:
             workers: Number of clients that train at the same time.
-            notice: Shows a message to the user.
+            notice: Function that shows a message to the user.
             health: Counts of the clients' failures, or None to exclude no client.
         """
         self.record = RoundRecord(0)
@@ -346,9 +346,9 @@ class RoundState:
         return json.dumps({**self.scores.to_dict(), **history, **vars(self.rollback)})
 
     def load_json(self, text: str) -> None:
-        """Restore the result of `to_json`.
+        """Restore the state returned by `to_json`.
 
-        Raises ValueError, KeyError or TypeError if it is invalid.
+        Raises ValueError, KeyError or TypeError if the state is invalid.
         """
         saved = json.loads(text)
         self.scores.load_dict(saved)
@@ -484,9 +484,9 @@ class Scoreboard:
         return {"scores": self._scores, "changed": outdated, "majority": self._majority}
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `to_dict`.
+        """Restore the state returned by `to_dict`.
 
-        Raises ValueError, KeyError or TypeError if it is invalid.
+        Raises ValueError, KeyError or TypeError if the state is invalid.
         """
         self._scores = TypeAdapter(ByMetric).validate_python(saved["scores"])
         self._outdated = set(TypeAdapter(list[str]).validate_python(saved["changed"]))

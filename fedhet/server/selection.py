@@ -118,10 +118,11 @@ def oort(
 def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) -> dict[str, float]:
     """Return the utility of each client: its statistical utility, reduced if the client is slow.
 
-    The statistical utility |B| sqrt(1/|B| sum of loss^2) in Eq. 2 is computed from the mean loss,
-    because clients report no other loss. It is clipped, and grows with the number of rounds since
-    the client's last reply (Algorithm 1, line 10). Unlike in the paper, this growth is relative to
-    the clip value. All utilities are positive, so every client can be drawn.
+    The statistical utility |B| sqrt(1/|B| sum of loss^2) in Eq. 2, where B is the client's set of
+    samples, is computed from the mean loss, because clients report no other loss. It is clipped,
+    and grows with the number of rounds since the client's last reply (Algorithm 1, line 10). Unlike
+    in the paper, this growth is relative to the clip value. All utilities are positive, so every
+    client can be drawn.
 
     Args:
         clients: Last replies of the clients.
@@ -235,5 +236,5 @@ class ClientSampler:
         return state
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `to_dict`. Raises ValueError if it is invalid."""
+        """Restore the state returned by `to_dict`. Raises ValueError if the state is invalid."""
         self._history = TypeAdapter(History).validate_python(dict(saved))

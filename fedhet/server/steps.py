@@ -143,7 +143,7 @@ class StaleUpdateRebase:
         self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the rebased replies. In asynchronous rounds, the rate depends on all replies."""
+        """Yield the rebased replies. In asynchronous rounds, all replies determine the rate."""
         if not self._pace.is_asynchronous:
             yield from (self._rebase(reply, 1.0) if reply.age else reply for reply in replies)
             return
@@ -233,7 +233,7 @@ def clip(
 ) -> Iterator[Reply]:
     """Scale down the parts of replies that are too large compared with the other clients' replies.
 
-    Weights may be `limit` times as large as the median. For features and logits, `limit` is
+    Weights may be up to `limit` times as large as the median. For features and logits, `limit` is
     multiplied by CROSS_ARCHITECTURE_FACTOR, because they are computed by different architectures.
     """
     by_name = {reply.client.name: reply for reply in replies}
@@ -304,10 +304,11 @@ def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
 def _with_medians_of_others(
     magnitudes: Mapping[str, Mapping[Part, float]],
 ) -> Iterator[tuple[str, Part, float, tuple[float, ...]]]:
-    """Yield client, part, size, and the other clients' median, as a tuple that may be empty.
+    """Yield the client, name and size of each part, and the median of the other clients' sizes.
 
-    The median without a client's own size is looked up in the sorted sizes, so the time per client
-    grows only with the logarithm of the number of clients.
+    The median is in a tuple, which is empty if no other client has the part. The median without a
+    client's own size is looked up in the sorted sizes, so the time per client grows only with the
+    logarithm of the number of clients.
     """
     ordered: dict[Part, list[float]] = {}
     for parts in magnitudes.values():

@@ -91,9 +91,10 @@ class Unmasking:
     def __init__(
         self, config: Config, run: str, state: RoundState, directory: Path, timeout: float
     ) -> None:
-        """Create the step for the run named `run`. Requests for shares time out after `timeout` s.
+        """Create the step for the run named `run`.
 
-        Reads the requests of an earlier process. Raises StateError if their file is damaged.
+        Requests for shares time out after `timeout` seconds. If the run resumes, loads the requests
+        saved by the earlier process. Raises StateError if the file with these requests is damaged.
         """
         spec = config.method.spec
         self._sums = spec.sums.of(config.method_settings, config.run.data.task)

@@ -338,7 +338,8 @@ class HetStrategy(Strategy):
             self.log.notice(self._held_out.notice)
         self.state.scores.mark_outdated(self.members)
         self.spec.check_model(self.settings, self.task)
-        # Use the clients' number of threads, because this number affects floating-point sums.
+        # Use as many threads as the clients, because the number of threads affects floating-point
+        # sums.
         torch.set_num_threads(self.run.engine.threads)
         self.init()
         if self.log.resumed:
@@ -401,7 +402,8 @@ class HetStrategy(Strategy):
     def _encode(self, round: int, client: ClientInfo) -> Parameters:
         """Create and encode a large instruction, just before it is sent.
 
-        The weights are not sent as differences, because these would depend on the other clients.
+        The weights are not sent as differences, because differences would depend on the other
+        clients.
         """
         instructions = {client.name: self.instruct(round, client)}
         return self._codec.encode_all(round, instructions, differences=False)[client.name]

@@ -295,7 +295,8 @@ class Sum:
     within: Literal["all", "architecture"] = "all"
     """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
-    """Setting of the method and its value that enables the fields; None if they are always sent."""
+    """Setting of the method, and the value of this setting that enables the fields; None if the
+    fields are always sent."""
     distribution: bool | None = None
     """Tasks in which the fields are sent: only tasks whose outputs are a distribution over classes
     (True), only other tasks (False), or all tasks (None)."""

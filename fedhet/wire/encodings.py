@@ -1,8 +1,8 @@
 """Compressed encodings of float32 tensors in messages, selected by `wire.encoding`.
 
-An encoding converts values to uint8 [bytes] and back. The number of bytes is determined by the
-shape (for top-k, also by the leading bit mask). This number is checked before any memory is
-allocated, and decoded data is at most 32 times as large as encoded data.
+An encoding converts values to a byte array and back. The number of bytes is determined by the shape
+(for top-k, also by the leading bit mask). This number is checked before any memory is allocated,
+and decoded data is at most 32 times as large as encoded data.
 
 | encoding | bytes for a tensor of N values in R rows |
 |---|---|
@@ -53,7 +53,7 @@ class Encoded:
 
     encoding: str
     data: Array
-    """Encoded data, as uint8 [bytes]."""
+    """Encoded data, as a uint8 array of shape [bytes]."""
     difference: bool = False
     """Whether the values are a difference from the tensor of the same name in the base weights."""
     rounded: bool = False
@@ -73,7 +73,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Encode float32 values as uint8 [bytes], or return None if they are out of range."""
+        """Encode float32 values as a byte array, or return None if a value is out of range."""
 
     def decode(self, data: Array, shape: Shape) -> Array:
         """Decode a float32 tensor.
@@ -97,7 +97,10 @@ class Encoding(ABC):
 
 
 class Float16(Encoding):
-    """Half precision, for values up to 65504. The relative error is at most 2^-11 above 6e-5."""
+    """Half precision, for magnitudes up to 65504.
+
+    For magnitudes above 6e-5, the relative error is at most 2^-11.
+    """
 
     name = "float16"
 
@@ -115,7 +118,7 @@ class Float16(Encoding):
 
 
 class Int8(Encoding):
-    """Integer encoding relative to a scale for each row, with unbiased stochastic rounding."""
+    """8-bit integer encoding with a scale for each row and unbiased stochastic rounding."""
 
     name = "int8"
 

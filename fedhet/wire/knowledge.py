@@ -52,7 +52,7 @@ _HEADER = re.compile(
     rb"\{'descr': '(..\d)', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
-"""Header as written by numpy for the supported dtypes; all other headers are rejected."""
+"""Pattern of the headers that numpy writes for the supported dtypes. Other headers are rejected."""
 
 _SCALARS = {bool: "flag", int: "integer", float: "real", str: "text"}
 """Protobuf field for a scalar, by type. bool comes first, because it is a subclass of int."""
@@ -144,7 +144,7 @@ def no_bases(envelope: Envelope, digest: int) -> None:
 
 
 def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
-    """Serialize a message to arrays: the manifest as uint8 [bytes], followed by the tensors.
+    """Serialize a message to arrays: the manifest as a byte array, followed by the tensors.
 
     Raises KnowledgeError if a tensor or a scalar has an unsupported type.
     """

@@ -64,7 +64,7 @@ class LanesField(WeightsField):
     """Declaration of one tensor per lane, except for lanes that the site refuses."""
 
     def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
-        """Return the shapes and dtypes of the received lanes."""
+        """Return the expected shape and dtype of each known lane that was received."""
         return {lane: shapes[lane] for lane in received if lane in shapes}
 
 
@@ -76,7 +76,8 @@ MASKED_CONTRACT = Contract(
     )
 )
 HEADER = ("sites", "cap", "weight", "clipped")
-"""Counters of a vector: 1, the sites' common cap, the weight, and the number of clipped values.
+"""Counters in a vector: the constant 1, the sites' common cap, the weight, and the number of
+clipped values.
 
 The sum of the first counter equals the number of sites only if all masks cancel. Only vectors
 weighted by samples contain numbers of samples, because two cohorts that differ by one site reveal
@@ -165,7 +166,7 @@ class Layout:
         return 2 * self.wide + sum(part.size for part in self.parts if part.kind == "narrow")
 
     def describe(self) -> str:
-        """Return a description that differs between different layouts."""
+        """Return a description that is different for each layout."""
         parts = [[part.name, part.shape, part.dtype, part.low, part.kind] for part in self.parts]
         bits = WIDE_BITS, NARROW_BITS, NARROW_RANGE
         return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
@@ -256,7 +257,7 @@ class Layout:
     def add_mask(self, vector: Array, seed: bytes, sign: int) -> None:
         """Add PRG(seed) in place, or subtract it if `sign` is negative.
 
-        The seed is the key of a ChaCha20 stream, 32 bytes, and must not mask two vectors.
+        The seed is the 32-byte key of a ChaCha20 stream, and must not be used for two vectors.
         """
         stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor()
         for words in self._views(vector):
