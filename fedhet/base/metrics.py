@@ -218,7 +218,8 @@ class Metric:
     title: str
     """Label in tables and figures."""
     compute: Callable[[Predictions], float | Mapping[str, float] | None]
-    """Function that returns the value, or values by class number, or None if it is undefined."""
+    """Function that returns the metric's value, its values by class number, or None if
+    undefined."""
     lowest: float = 0.0
     highest: float = 1.0
     """Upper bound of valid values. The server rejects values below `lowest` or above `highest`."""

@@ -268,7 +268,7 @@ class ClientRecord(BaseModel):
         )
 
     def without_data(self, config: Config) -> ClientSamples:
-        """Return the client's samples with empty splits, sufficient to build its networks."""
+        """Return samples with empty splits, which are sufficient to build the client's networks."""
         empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
         info = ClientInfo(
             self.client,

@@ -35,7 +35,8 @@ from fedhet.wire.identity import SERVER, is_name
 from fedhet.wire.knowledge import Envelope, Knowledge, Packing, decode, digest_of, encode, expect
 
 METHOD_TENSORS = "kept"
-"""Group of the method's tensors in a saved state; no kind of model may have this name."""
+"""Name of the group of the method's tensors in a saved state. No kind of model may have this
+name."""
 UNSENT = "unsent"
 """State group with the compression errors that error feedback adds to the next reply."""
 UNSAVED = -1

@@ -87,7 +87,7 @@ class FedGemsClient(HetClient):
             self.state.tensors["logits"] = logits
 
     def _distill(self, model: HetModel, optimizing: Optimization, round: int) -> None:
-        """Train on the public set with Eq. 6 (lines 21 to 23)."""
+        """Train on the public set with the loss in Eq. 6 (lines 21 to 23)."""
         public, epsilon = self.public, self.settings.epsilon
         teacher = self.state.tensors["logits"]
         numbers = torch.arange(len(public), device=self.compute.device)

@@ -74,7 +74,10 @@ class FedGenClient(FedAvgClient):
         return sent
 
     def _learn(self, round: int, local: LocalModel) -> None:
-        """Train on Eq. 5: cross-entropy, divergence, and cross-entropy on generated features."""
+        """Train on the loss in Eq. 5.
+
+        The loss consists of cross-entropy, divergence, and cross-entropy on generated features.
+        """
         if (teacher := self._teacher) is None:
             super()._learn(round, local)
             return
@@ -97,7 +100,7 @@ class FedGenClient(FedAvgClient):
         )
 
     def _head_logits(self, features: Tensor) -> Tensor:
-        """Return the head's logits [N, C] of features [N, D].
+        """Return the logits [N, C] that the head computes for features [N, D].
 
         This does not call the head module, because DP-SGD's hooks would count generated features as
         samples of the client.

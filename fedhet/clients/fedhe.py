@@ -98,7 +98,7 @@ class FedHeClient(HetClient):
         return Teacher.of(rows, logits, logits, len(space), self.compute.device)
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the server's logits [P, C] of the classes in the instruction."""
+        """Return the server's logits [P, C] for the classes in the instruction."""
         return knowledge.tensors["logits"]
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:

@@ -53,7 +53,7 @@ class FedProtoClient(HetClient):
         return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
 
     def _learn(self, round: int, teacher: Teacher | None) -> None:
-        """Train on cross-entropy plus the distance from the prototypes, if they exist (Eq. 7)."""
+        """Train on cross-entropy plus, if prototypes exist, the distance from them (Eq. 7)."""
         model = self.network.train()
         pull: tuple[float, PrototypeDistance] = (0.0, "mse")
         if teacher is not None:

@@ -26,7 +26,7 @@ MIN_CALIBRATED = 32
 """Minimum batch size on the calibration data D', unless the training batch size is smaller. Batch
 norms need large batches."""
 Pair = tuple[Tensor, Tensor]
-"""Tensors of the private model and of its teacher (by default, the proxy)."""
+"""Pair of tensors from the private model and from its teacher (by default, the proxy)."""
 
 
 class FedTypeClient(HetClient):

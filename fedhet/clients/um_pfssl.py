@@ -113,7 +113,7 @@ class UmPfsslClient(HetClient):
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
-        """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] of unlabeled samples.
+        """Train for the local epochs on the loss in Eq. 1, with pseudo-labels [N, C].
 
         Trains only on labeled samples if there are no pseudo-labels.
         """

@@ -225,7 +225,7 @@ class Connection:
 
 
 def filter_log(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a server's log without Flower's lines and tracebacks of fedhet's errors.
+    """Yield the lines of a server's log, except Flower's lines and tracebacks of fedhet's errors.
 
     An error of fedhet is shortened to its message. Tracebacks of other errors are unchanged.
     """

@@ -51,7 +51,7 @@ class LocalDeployment:
     """
 
     root: Path
-    """Directory that contains all files."""
+    """Directory that contains all files of the deployment."""
     nodes: int
     """Number of SuperNodes."""
     host: str = LOOPBACK
@@ -183,7 +183,7 @@ class LocalDeployment:
 def deploy_local(
     config: Config, directory: Path, keep: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Execute a run on a deployment on this machine.
+    """Execute a run in a local deployment, i.e. with all processes on this machine.
 
     Args:
         config: Configuration of the run.

@@ -41,7 +41,7 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Failed:
-    """Description of a client's error, because exceptions may not be picklable."""
+    """Picklable description of a client's error, because not every exception can be pickled."""
 
     reason: str
     traceback: str

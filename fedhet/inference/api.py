@@ -259,7 +259,7 @@ class _Frame(pd.DataFrame):  # type: ignore[misc]
 
 
 class Result:
-    """Result of a run, with its records as data frames and the models of its clients.
+    """Result of a run: its records as data frames, and the models of its clients.
 
     `fedhet.run` and `fedhet.load` return this object. Models are loaded from disk on first use.
     """
@@ -421,7 +421,7 @@ class Result:
         return self._client(client).model(kind)
 
     def predict(self, client: str, x: Any, kind: str = "private") -> Predictions | PredictedNumbers:
-        """Predict the classes or the numeric targets of samples with a client's model.
+        """Use a client's model to predict the classes or the numeric targets of samples.
 
         Args:
             client: Client name.

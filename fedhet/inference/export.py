@@ -37,7 +37,7 @@ adapters for the library peft or the base model with merged adapters."""
 DIRECTORIES = ("peft", "merged")
 """Export formats that consist of several files in a directory."""
 HEAD = "head.safetensors"
-"""Name of the file with the layers after the base model, in an exported directory."""
+"""Name of the file in an exported directory that contains the layers after the base model."""
 NEEDED = ("onnx", "onnxscript")
 """Packages that PyTorch requires to write ONNX."""
 _NUMBER, _CODE, _MISSING = range(3)
@@ -261,7 +261,7 @@ ORDER = (
     "the quantiles of the first target, then of the second target, and so on; sort the quantiles "
     "of each target"
 )
-"""Description of the order of the outputs of a network with the quantile loss."""
+"""Description of the output order of a network that was trained with the quantile loss."""
 ENCODED = (
     "tokens of the encoder's tokenizer.json without padding, with the ids 0 and pad_token_id (of "
     "config.json) swapped; longer texts are truncated, shorter texts are padded at the end"

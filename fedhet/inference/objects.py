@@ -113,7 +113,7 @@ def register(objects: Mapping[str, Any]) -> None:
 
 
 class _Data:
-    """Function that returns the given data."""
+    """Callable that returns the given data."""
 
     __name__ = "data"
 

@@ -63,7 +63,7 @@ def drawings(run: Run) -> list[Drawing]:
 
 
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
-    """Plot the headline metric by round, with a panel per protocol and a curve per model kind."""
+    """Plot the headline metric, with a panel per protocol and a curve per kind of model."""
     metric = metric_of(run.metric)
 
     def draw(figure: Figure) -> None:

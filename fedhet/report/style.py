@@ -63,7 +63,7 @@ RC: Any = {
     "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
     "svg.fonttype": "none", "pdf.fonttype": 42, "path.simplify_threshold": 0.3,
 }  # fmt: skip
-"""Style of all figures. In reports, CSS variables replace these colors (see `VARIABLES`)."""
+"""Style of all figures. In reports, CSS variables replace the colors (see `VARIABLES`)."""
 COLUMN_WIDTH, TEXT_WIDTH = 3.25, 6.75
 """Widths of a paper's figures with one and with several Axes objects, in inches."""
 PAPER_RC: Any = {

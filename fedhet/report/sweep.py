@@ -96,7 +96,7 @@ class Sweep:
 
 
 def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
-    """Load the runs of a sweep over the settings `names`, with a run per seed at each point."""
+    """Load the runs of a sweep over the settings `names`, with one run per seed at each point."""
     loaded = {point: tuple(load_run(path) for path in paths) for point, paths in runs.items()}
     return Sweep(tuple(names), loaded)
 

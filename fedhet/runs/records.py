@@ -153,9 +153,9 @@ class RoundRecord:
     answered: list[Text] = field(default_factory=list)
     """Clients whose replies were accepted."""
     failed: dict[Text, Text] = field(default_factory=dict)
-    """Failed clients, with the reasons."""
+    """Reason for a client's failure, by client."""
     unevaluated: dict[Text, Text] = field(default_factory=dict)
-    """Clients whose models could not be evaluated, with the reasons."""
+    """Reason why a client's models could not be evaluated, by client."""
     late: list[Text] = field(default_factory=list)
     """Clients that had not replied when the round closed."""
     ages: dict[Text, Round] = field(default_factory=dict)

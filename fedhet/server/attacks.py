@@ -91,8 +91,8 @@ def lie(benign: Benign, malicious: int) -> Array:
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
     """Return the first or second of the two OFOM updates (Eq. 11).
 
-    The first update is a far update, and the second update is the mean of the first update and all
-    benign updates.
+    The first update is the benign mean plus a large vector, as in PAF. The second update is the
+    mean of the first update and all benign updates.
     """
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
@@ -116,7 +116,7 @@ Rows = Mapping[str, Array]
 
 
 class Attack:
-    """Step that poisons the replies of some clients with PAF, LIE or OFOM."""
+    """Step that uses PAF, LIE or OFOM to poison the replies of some clients."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Attack:
         state: RoundState,
         sizes: Callable[[ClientInfo], Sizes],
     ) -> None:
-        """Create the step that poisons replies with PAF, LIE or OFOM.
+        """Create the step that poisons replies.
 
         Args:
             settings: Settings of the attack.
@@ -305,7 +305,7 @@ class ByzantineClients:
         self._state.add_metrics({"poisoned": float(poisoned)})
 
     def poison(self, round: int, honest: Knowledge) -> Knowledge:
-        """Return a malicious reply, given the client's honest reply."""
+        """Return the malicious reply that replaces a client's honest reply."""
         tensors = dict(honest.tensors)
         for field in floating(self.contract):
             for name, value in honest.tensors.items():

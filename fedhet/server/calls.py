@@ -62,7 +62,7 @@ class DirectProxy(ClientProxy):
 
     @abstractmethod
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`, within `timeout` seconds if it is not None."""
+        """Call the client's method `name`. If `timeout` is not None, it is the limit in seconds."""
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
         """Request the client's properties."""
@@ -235,7 +235,7 @@ class CallOutcome:
 
 @dataclass
 class RoundResults:
-    """Replies that arrived before a round, or its evaluation, was closed."""
+    """Replies and failures that arrived before a round, or its evaluation, closed."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)

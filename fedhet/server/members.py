@@ -155,7 +155,7 @@ class Members:
         Args:
             timeout: Time limit for a node's description, in seconds.
             pool: The models of the run, or None if the server does not use the clients' models.
-            notice: Shows a message to the user.
+            notice: Function that shows a message to the user.
             rules: Requirements for descriptions.
             samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
                 the median over all members; 0 means no limit.
@@ -472,7 +472,7 @@ class ClientHealth:
                 never.
             max_silences: Consecutive rounds without a reply after which a client is called less
                 often; 0 means never.
-            notice: Shows a message to the user.
+            notice: Function that shows a message to the user.
         """
         self._max_refusals, self._max_silences = max_refusals, max_silences
         self._notice = notice

@@ -112,7 +112,7 @@ def medians(replies: Iterable[Magnitudes]) -> dict[str, float]:
 
 
 STATISTICS_OF = "statistics of "
-"""Prefix of the part that contains a field's batch normalization statistics."""
+"""Prefix of the name of the part that contains a field's batch normalization statistics."""
 
 
 def part_of(tensor: str) -> str:
@@ -149,7 +149,7 @@ def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
 
 @contextlib.contextmanager
 def from_outside(sender: str) -> Iterator[None]:
-    """Convert errors in a `with` block that reads data from `sender` to KnowledgeError.
+    """Convert errors to KnowledgeError in a `with` block that reads data from `sender`.
 
     Any exception is caught, because no list of exceptions would be complete. A reply may exhaust
     the memory or the recursion limit, or cause an exception in a library, and must not end the
@@ -212,7 +212,7 @@ class ReplySpool:
 
 
 class SpooledPayload(Parameters):
-    """The payload of a reply, written to disk instead of held in memory.
+    """The payload of a reply, which is written to disk instead of being kept in memory.
 
     The payload is decoded once, when the reply arrives. Tensors other than weights stay in memory.
     Weights are mapped from the file each time they are used, until the spool is cleared.

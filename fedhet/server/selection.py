@@ -162,7 +162,7 @@ def preferred_seconds(history: History) -> float:
 
 
 class ClientSampler:
-    """Sampler of each round's clients, with the history needed by 'pace.select'.
+    """Sampler that selects each round's clients, and stores the history needed by 'pace.select'.
 
     The selection depends only on the seed, the round and the history.
     """

@@ -51,7 +51,7 @@ from fedhet.wire.masking import (
 )  # fmt: skip
 
 STATE = "secure-aggregation.json"
-"""File in the run's directory with the requests of the last rounds."""
+"""File in the run's directory that stores the requests of the last rounds."""
 ALL = "+all"
 """Name of the sum over all clients. Names of sums start with "+", unlike names of clients."""
 SizesOf = Callable[[ClientInfo], Sizes]
@@ -65,7 +65,7 @@ class Group:
     """One sum of a round: a lane of the replies, and the clients whose vectors are summed."""
 
     number: int
-    """Index of the lane in the declaration of the method."""
+    """Index of the lane among the sums that the method declares."""
     architecture: str
     """Architecture of the clients, or "" for clients of all architectures."""
     cohort: tuple[str, ...]

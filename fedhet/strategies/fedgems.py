@@ -35,7 +35,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsStrategy(HetStrategy):
-    """Strategy that trains a server model on public data with logits from the clients.
+    """Strategy that trains a server model on public data and on logits from the clients.
 
     FedGEMS requests logits only for samples that the server model misclassifies. FedGEM requests
     logits for all samples.
