@@ -95,7 +95,7 @@ def run(
         trust: Comma-separated modules that the settings of a resumed run may import.
         settings: Any other settings, e.g. `{"training.lr": 0.01}`. A name can be abbreviated to its
             last part if this part is unique.
-        against: Baseline method, such as "local", to train afterwards in the same way. The report
+        against: Baseline method, such as "local", to train afterward in the same way. The report
             shows both runs, and `Result.baseline` returns the baseline's result.
         progress: Whether to show the progress of the run.
         watchers: Additional observers of the run's events; see `fedhet.runs.log.Watcher`.

@@ -292,7 +292,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs in descending order of the headline score, with paired differences."""
+    """Groups of runs from the best to the worst headline score, with paired differences."""
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]

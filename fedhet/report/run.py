@@ -258,14 +258,14 @@ class Run:
 
     @property
     def losses(self) -> pd.DataFrame:
-        """Training loss of each client (column) in each round with a loss (row)."""
+        """Training loss of each client (column) in each round that has a recorded loss (row)."""
         with_loss = [record for record in self.records if record.loss]
         rows = [record.loss.per_client for record in with_loss if record.loss]
         return pd.DataFrame(rows, index=_rounds(with_loss), dtype=float)
 
     @property
     def mean_loss(self) -> pd.Series:
-        """Mean training loss in each round with a loss."""
+        """Mean training loss in each round that has a recorded loss."""
         means = [record.loss.mean if record.loss else NAN for record in self.records]
         return pd.Series(means, index=_rounds(self.records), dtype=float).dropna()
 

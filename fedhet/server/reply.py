@@ -92,7 +92,7 @@ class Reply:
         return self.samples * self.freshness
 
     def magnitudes(self) -> Magnitudes:
-        """Return the root mean square of each floating-point part."""
+        """Return the root mean square of each floating-point part of the reply."""
         if self.cached_magnitudes is not None:
             return self.cached_magnitudes
         return magnitudes_of(self.knowledge)

@@ -134,7 +134,7 @@ class FedDfStrategy(HetStrategy):
         self._ensemble = RunningAverage()
 
     def _network(self, name: str, weights: Arrays) -> HetModel:
-        """Load weights into the network of an architecture, and return it."""
+        """Load weights into the network of an architecture, and return the network."""
         if name not in self._networks:
             self._networks[name] = self.compute.place(self.build_model(name))
         load_weights(self._networks[name], weights)

@@ -101,7 +101,7 @@ class FedLoraStrategy(HetStrategy):
         return self._parts[key]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return the same tensors as for training."""
+        """Return the same head and adapters as for training."""
         return self.instruct(round, client)
 
     def accept(self, round: int, reply: Reply) -> Reply:
