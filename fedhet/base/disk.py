@@ -37,7 +37,8 @@ MAX_KEY_PARTS = 32
 MAX_SPARSE_BYTES = 2**28
 """Maximum size in bytes of a file that allocates less than 1/16 of its size on disk."""
 MAX_TEMPORARY_AGE = 3600.0
-"""Age in seconds after which temporary files are removed, because their writer was killed."""
+"""Age in seconds after which a temporary file is removed, because its writer was probably
+killed."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""

@@ -275,7 +275,7 @@ class ClientCache:
         client = clients.pop(name, None) or new()
         self._runs.pop(run, None)
         self._runs[run] = clients
-        while self._total > self.max_bytes:  # Evict a client.
+        while self._total > self.max_bytes:  # Evict clients until the rest fits.
             oldest, candidates = next(iter(self._runs.items()))
             evicted = next(reversed(candidates) if oldest == run else iter(candidates))
             del candidates[evicted]

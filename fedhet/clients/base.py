@@ -415,7 +415,7 @@ class HetClient(NumPyClient):
                     arrays = masking.begin(envelope, instruction, config)
                 if arrays is None:
                     arrays = self.privacy.stored_reply()
-                if arrays is not None:  # Send a stored reply again.
+                if arrays is not None:  # The request was repeated.
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)

@@ -53,6 +53,6 @@ class FdClient(FedHeClient):
         return Knowledge({"classes": means.classes, "probabilities": probabilities})
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the log of the other clients' class-wise mean probabilities, used as logits."""
+        """Return the logarithm of the other clients' class-wise mean probabilities, as logits."""
         logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], MIN_PROBABILITY))
         return logs

@@ -141,7 +141,7 @@ class Connection:
             poller.join()
 
     def check_reachable(self) -> None:
-        """Check the connection.
+        """Check that the server can be reached.
 
         Raises FedhetError if no server replies or its certificate is rejected.
         """

@@ -66,7 +66,7 @@ class ReachableClients(SimpleClientManager):
 
 
 class WorkerProxy(DirectProxy):
-    """Proxy of a client that any worker in the cluster can run."""
+    """Proxy for a client that any worker in the cluster can run."""
 
     def __init__(self, name: str, partition: int, pool: WorkerPool) -> None:
         super().__init__(name)

@@ -202,8 +202,8 @@ def check_models_and_data(config: Config, data: RunData) -> None:
 def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     """Return new peers for the clients of a simulation, and their private keys by name.
 
-    In classification, each client lists the classes of its training samples. The cap on sample
-    weights is the size of the largest client.
+    In classification, each client lists the classes of its training samples. The cap on the
+    clients' weights is the number of samples of the largest client.
     """
     labels, names = data.dataset.train.y, [*data.label_counts()]
     rows = [data.split_rows(index)[0] for index in range(len(names))]
@@ -480,7 +480,7 @@ def run_inline(
 
 
 class InlineProxy(DirectProxy):
-    """Proxy of a client in this process."""
+    """Proxy for a client in this process."""
 
     # Flower's server calls clients from several threads, but the clients share torch's generators
     # and the data caches, so only one client is called at a time.

@@ -448,7 +448,7 @@ def read_inputs(
 
 
 def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
-    """Convert samples to inputs of the client's models, as float32 [N, *shape] or token ids.
+    """Convert samples to model inputs: a float32 array of shape [N, *shape], or token ids.
 
     uint8 values are scaled like the client's images, floats must already be scaled, and texts must
     be a sequence of str. Raises DataError, prefixed with `where`, if the type, shape, or range is

@@ -31,7 +31,7 @@ BASELINE = "local"
 MIN_STANDARD_ERRORS = 2.0
 """Distance from zero, in standard errors, beyond which a difference is marked."""
 TESTS = {"none": "", "t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}
-"""Titles of the tests of the differences; see `p_value`."""
+"""Titles of the statistical tests for the differences; see `p_value`."""
 DIGITS = 12
 """Number of decimals to which differences are rounded, to remove floating-point errors."""
 

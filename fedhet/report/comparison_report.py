@@ -171,7 +171,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
-    """Convert a comparison to plain data, with NaN for unknown values."""
+    """Convert a comparison to built-in Python types, with NaN for unknown values."""
 
     def curve(frame: pd.DataFrame) -> dict[str, list[float]]:
         return {"rounds": frame.index.tolist(), **frame.to_dict("list")}

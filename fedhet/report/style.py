@@ -472,7 +472,7 @@ def disambiguate(names: Sequence[str], width: int) -> list[str]:
         equal = {n for n, other in zip(names, shortened, strict=True) if other == label}
         columns = zip(*equal, strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda chars: len(set(chars)) == 1, columns))
-        start = max(name.rfind(char, 0, start) for char in " =,") + 1  # Find the start of the word.
+        start = max(name.rfind(char, 0, start) for char in " =,") + 1  # Start with a full word.
         if start and len(equal) > 1:
             labels[index] = f"…{short(name[start:], width - 1)}"
     return labels

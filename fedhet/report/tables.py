@@ -32,7 +32,7 @@ MAX_ROWS, ENDS = 30, 5
 """Maximum number of clients to list on the terminal, and the number of best and of worst clients to
 show if the run has more clients."""
 MIN_TEXT = 14
-"""Minimum width to which a text column is shrunk."""
+"""Minimum width of a text column, in characters, if the column must be shrunk."""
 
 SPECIAL = str.maketrans(
     {
@@ -85,7 +85,7 @@ class Cells:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows of cells."""
+        """Rows of the table, with one cell per column."""
         return list(zip(*self.columns.values(), strict=True))
 
 

@@ -78,7 +78,7 @@ class LiveDisplay:
         self._live.stop()
 
     def _print_lasting(self, line: str) -> None:
-        """Print lines that stay on the terminal: the run's directory and, later, its duration."""
+        """Print lines that stay on the terminal: the run's directory and, later, the duration."""
         run = self.progress
         if run.directory and not self._printed:
             self._printed, line = True, f"run: {shown_path(run.directory)}"

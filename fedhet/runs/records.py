@@ -269,7 +269,7 @@ class Summary(BaseModel):
     models: dict[Text, Text] = {}
     """Model of each client, by client name."""
     owners: dict[Text, Text] = {}
-    """Person or site of each client of a simulation, if known."""
+    """Person or site that each simulated client represents, if known."""
     training: dict[Text, Text] = {}
     """Optimizer, learning rate, epochs and batch size of each client, as text."""
     headline: Text = ""

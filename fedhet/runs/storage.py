@@ -232,7 +232,7 @@ def refuse_other(
 
 
 def path_in(directory: Path, round: int) -> Path:
-    """Return the path of the state after `round`."""
+    """Return the path of the state saved after `round`."""
     return directory / f"round-{round:06d}.safetensors"
 
 

@@ -104,7 +104,7 @@ class NamedProxy(DirectProxy):
         make_payload: Callable[[], Parameters] | None = None,
         turn: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
-        """Create the proxy of a client.
+        """Create the proxy for a client.
 
         Args:
             name: The client's name.
@@ -112,7 +112,7 @@ class NamedProxy(DirectProxy):
             on_reply: Called when the client has replied to an instruction to train.
             message_without_base: Function that returns the message with full weights, or None if
                 the message has no base weights.
-            spool: Store for the payloads of replies on disk; None keeps them in memory.
+            spool: Store for the payloads of replies on disk; None keeps the payloads in memory.
             make_payload: Function that builds the payload of a large message once `turn` is
                 acquired.
             turn: Semaphore that limits the number of large messages that exist at the same time.

@@ -256,7 +256,7 @@ class Codec:
                 Otherwise, only instructions of the current round are remembered, and only if a
                 reply can refer to their weights.
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
-            encoder: Encoder of the instructions; None sends them unchanged.
+            encoder: Encoder for the instructions; None sends the instructions unchanged.
             per_target: Number of a model's outputs for each class or target column.
         """
         self._per_target = per_target

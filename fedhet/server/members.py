@@ -40,7 +40,7 @@ Task = tuple[int, str, tuple[int, ...]]
 MAX_VALUES = 2**24
 """Maximum number of values in one sample."""
 Outcome = Literal["silent", "error", "refused"]
-"""Kind of failure of a client in a round: no reply, a reported error, or a refused reply."""
+"""Kind of a client's failure in a round: no reply, a reported error, or a refused reply."""
 MAX_BACKOFF = 16
 """Maximum number of rounds between two calls to a client or a node that does not reply."""
 

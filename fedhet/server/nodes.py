@@ -36,7 +36,7 @@ killed."""
 
 
 class NodeInfo(Protocol):
-    """Attributes of an online node that this module uses."""
+    """The attributes of an online node that are used in this module."""
 
     node_id: int
     name: str

@@ -209,8 +209,8 @@ class Collector:
         Args:
             run: Settings of the run.
             codec: Codec that remembers the instructions to which late replies respond.
-            late: Store of late replies.
-            spool: Store of the current round's replies on disk; None keeps them in memory.
+            late: Store for late replies.
+            spool: Store for the current round's replies on disk; None keeps the replies in memory.
         """
         self._pace, self._codec, self._late, self._spool = run.pace, codec, late, spool
         self._min_replies = honest_majority(run)[2]

@@ -185,7 +185,8 @@ class ReplySpool:
             directory: Path of the directory, which is created with the first reply.
             max_bytes: Maximum size of a reply; a larger reply is not written.
             contract: Contract of the replies, which declares the tensors that are weights.
-            bases_of: Function that returns, for a client, a function that finds base weights.
+            bases_of: Function that maps a client's name to a function that finds the base weights
+                of the client's reply.
         """
         self._directory = Folder(directory, directory.parent, private=True)
         self._max_bytes, self._bases_of = max_bytes, bases_of

@@ -109,7 +109,7 @@ class CofedStrategy(HetStrategy):
             self._count_votes()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the votes."""
+        """Return the participants' votes."""
         state: dict[str, Array] = {}
         for client, vote in self.votes.items():
             parts = {"predictions": vote.predictions, "space": vote.space}

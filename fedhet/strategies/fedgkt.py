@@ -55,7 +55,7 @@ class FedGktStrategy(HetStrategy):
         return Knowledge({} if logits is None else {"logits": logits})
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the server model."""
+        """Return the server model, which clients evaluate on top of their extractors."""
         if self._eval_instruction is None:
             weights = grouped("server", to_arrays(self.learner.model))
             self._eval_instruction = Knowledge(weights)

@@ -104,7 +104,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """Number of values in the tensor."""
         return math.prod(self.shape)
 
 
@@ -156,7 +156,7 @@ class Layout:
 
     @cached_property
     def wide(self) -> int:
-        """Number of 64-bit words."""
+        """Number of 64-bit words in the vector."""
         values = sum(part.size for part in self.parts if part.kind != "narrow")
         return len(HEADER) + self.classes + values
 
@@ -172,7 +172,7 @@ class Layout:
         return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
 
     def encode(self, sent: Arrays, samples: int, cap: int, rows: Collection[int] = ()) -> Array:
-        """Encode a site's finite tensors as a vector, uint32 [size].
+        """Encode a site's finite tensors as a vector, i.e. a uint32 array of shape [size].
 
         `samples` must be at most `cap`. Only the rows of the classes in `rows` are encoded.
         """
@@ -209,7 +209,7 @@ class Layout:
         return vector
 
     def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int, int]:
-        """Decode a sum of `sites` vectors to tensors, total weight, and number of clipped values.
+        """Decode a sum of `sites` vectors into tensors, total weight, and number of clipped values.
 
         Tensors are averaged, except for the numbers of samples per class, which are summed. Raises
         ValueError if the masks did not cancel, or if the counters have impossible values.
@@ -250,7 +250,7 @@ class Layout:
         return tensors | {p.name: np.zeros((0, *p.shape[1:]), p.dtype) for p in self.parts}
 
     def add(self, vector: Array, other: Array) -> None:
-        """Add another vector in place."""
+        """Add the vector `other` to `vector` in place."""
         for mine, others in zip(self._views(vector), self._views(other), strict=True):
             mine += others
 
@@ -271,7 +271,7 @@ class Layout:
 
     @property
     def _fraction(self) -> int:
-        """Number of fractional bits in 32-bit words."""
+        """Number of fractional bits in each 32-bit word."""
         return NARROW_BITS - math.ceil(math.log2(self.sites))
 
     def _counters(self, vector: Array) -> tuple[Array, Array]:
@@ -311,7 +311,7 @@ def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | s
 
 
 def _integers(value: Array, scale: float | Array, limit: int) -> tuple[Array, int]:
-    """Return rint(value * scale) as int64 [N], with magnitudes clipped below `limit`.
+    """Return rint(value * scale) as an int64 array [N], with magnitudes clipped below `limit`.
 
     Also returns the number of clipped values.
     """
