@@ -159,7 +159,8 @@ def coverage(predictions: Predictions) -> float | None:
 
 
 LabelScore = Callable[[Array, Array, Array], float]
-"""Function of the truth [N], the predicted labels [N], and their probabilities [N]."""
+"""Function that computes a score from the truth [N], the predicted labels [N], and their
+probabilities [N]."""
 
 
 def label_scores(predictions: Predictions, score: LabelScore) -> dict[str, float]:

@@ -243,7 +243,7 @@ class GridSearch:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hyperparameters: optimizer, learning rate, and learning-rate decay factor per epoch."""
+    """Hyperparameters to try: the optimizer, the learning rate, and its decay factor per epoch."""
 
     optimizer: str
     lr: float

@@ -24,7 +24,7 @@ from fedhet.wire.knowledge import Knowledge
 
 @dataclass(frozen=True)
 class Teacher:
-    """Generator received from the server, with the class probabilities and loss decay to use."""
+    """Generator received from the server, the class probabilities, and the decay of the losses."""
 
     generator: Generator
     prior: Tensor

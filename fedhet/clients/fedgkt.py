@@ -27,7 +27,10 @@ class FedGktClient(HetClient):
     settings: FedGktSettings
 
     def sizes(self) -> Sizes:
-        """Return the sizes of axes C, D and N (training samples), and the server model's shapes."""
+        """Return the axis sizes, and the shapes of the server model's tensors.
+
+        The axes are C (classes), D (features) and N (training samples).
+        """
         sizes = super().sizes()
         return Sizes({**sizes.axes, "N": len(self.y)}, sizes.models)
 

@@ -84,7 +84,7 @@ class FedMdClient(HetClient):
         return x, torch.cat([self.y, stored[TARGETS]])
 
     def _refit(self, round: int, knowledge: Knowledge, exchanged: ScoreKind) -> None:
-        """Fit a regressor to the client's data and the consensus at once (not in the paper).
+        """Fit a regressor to both the client's data and the consensus (not in the paper).
 
         A refitted model forgets its previous fit, so "Digest" and "Revisit" cannot follow each
         other. Before the first consensus, the labels of the public data take its place if

@@ -14,7 +14,7 @@ class VeloClient(FeloClient):
     settings: VeloSettings
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return a teacher with S features per class, or None if the server sent no features."""
+        """Return S synthetic features per class as a teacher, or None if the server sent none."""
         teacher = super().read_teacher(round, knowledge)
         if teacher is None:
             return None

@@ -59,7 +59,10 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
 
 
 def gpu_fraction(needed: int, total: int) -> float:
-    """Return each worker's fraction of a GPU: 1/k if k <= MAX_WORKERS workers fit into its memory.
+    """Return each worker's fraction of a GPU.
+
+    The fraction is 1/k, where k is the number of workers that fit into the GPU's memory, but at
+    least 1 and at most MAX_WORKERS.
 
     Args:
         needed: Memory that a worker needs, in bytes.

@@ -62,7 +62,7 @@ class Run:
 
     path: Path
     settings: Mapping[str, object]
-    """Settings by full name."""
+    """Settings of the run, by full name."""
     records: tuple[RoundRecord, ...]
     summary: Summary | None
     """Summary of the run, or None if it is unfinished."""

@@ -72,7 +72,7 @@ class Cells:
     """Table with named columns."""
 
     columns: Mapping[str, Sequence[Cell]]
-    """Columns by header."""
+    """Cells of each column, by header."""
     foot: Sequence[Sequence[str]] = ()
     """Rows of the footer."""
     words: int = 1

@@ -57,8 +57,8 @@ WORK = "work"
 """Metric for a simulated clock: number of training samples processed; a sample counts once per
 epoch."""
 MAJORITY = "majority"
-"""Prefix of the metric for the headline score from always predicting a constant, such as the most
-frequent class. The protocol follows the prefix."""
+"""Prefix of the metric for the headline score of a constant prediction, such as the most frequent
+class. The protocol follows the prefix."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
@@ -113,7 +113,7 @@ class Measured:
     epsilon: float | None = None
     """Privacy budget consumed by the run so far, or None without differential privacy."""
     majority: dict[str, float] = field(default_factory=dict)
-    """Headline score from always predicting a constant on the test split, by protocol."""
+    """Headline score of a constant prediction on the test split, by protocol."""
 
 
 def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:

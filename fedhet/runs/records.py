@@ -124,7 +124,7 @@ class Seconds(BaseModel):
     overhead: Number = 0.0
 
     def add(self, other: Seconds) -> None:
-        """Add the times of `other` to this object."""
+        """Add the durations in `other` to this object."""
         for name, value in other:
             setattr(self, name, getattr(self, name) + value)
 
@@ -168,12 +168,12 @@ class RoundRecord:
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """Ratios of private to local accuracy, by protocol."""
     majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
-    """Headline score from always predicting the most frequent class or the mean target, by protocol
-    and client."""
+    """Headline score of a constant prediction (the most frequent class or the mean target), by
+    protocol and client."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
     """Scores other than accuracy, by metric."""
     loss: Loss = None
-    """Training losses."""
+    """Training losses of the clients."""
     bytes_up: Integer = 0
     bytes_down: Integer = 0
     bytes_evaluation: Integer = 0

@@ -62,7 +62,7 @@ class DirectProxy(ClientProxy):
 
     @abstractmethod
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`. If `timeout` is not None, it is the limit in seconds."""
+        """Call the client's method `name`. If not None, `timeout` is the time limit in seconds."""
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
         """Request the client's properties."""

@@ -306,7 +306,7 @@ LATE_DIRECTORY, SUFFIX = "late", ".safetensors"
 
 
 class LateReplies:
-    """Late replies of one run on disk, with at most one reply per client."""
+    """On-disk store for the late replies of one run, with at most one reply per client."""
 
     def __init__(self, directory: Path, run: str) -> None:
         self._directory, self._path, self._run = directory, directory / LATE_DIRECTORY, run

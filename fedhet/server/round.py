@@ -438,7 +438,7 @@ class Scoreboard:
         self._outdated: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
         self._majority: dict[str, dict[str, float]] = {}
-        """Accuracy from predicting the majority class, by protocol and client."""
+        """Accuracy of always predicting the majority class, by protocol and client."""
 
     def mark_outdated(self, names: Iterable[str]) -> None:
         """Record that the models of some clients have changed since their last evaluation."""

@@ -57,7 +57,7 @@ ALL = "+all"
 SizesOf = Callable[[ClientInfo], Sizes]
 """Function that returns the required sizes of the fields in a client's reply."""
 Answer = tuple[dict[int, tuple[bytes, bytes]], str]
-"""Shares and secrets that a client reveals for each lane, and its error message or ""."""
+"""Shares and secrets that a client reveals for each lane, and the client's error message or ""."""
 
 
 @dataclass(frozen=True)

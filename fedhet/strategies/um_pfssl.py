@@ -216,5 +216,5 @@ class UmPfsslStrategy(HetStrategy):
 
 
 def _pairs(table: Mapping[int, int]) -> Array:
-    """Convert a mapping from integers to integers to an array [N, 2] of its items."""
+    """Convert a dictionary of N integers, with integer keys, into an array [N, 2] of its items."""
     return np.array(sorted(table.items()), np.int64).reshape(-1, 2)

@@ -127,7 +127,7 @@ class Int8(Encoding):
         return 4 * _num_rows(shape) + math.prod(shape)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return scales and integers, or None if a value is not finite or exceeds 1e12."""
+        """Return the scales and the integers, or None if a value is not finite or exceeds 1e12."""
         rows = _in_rows(values, values.shape)
         scales = scales_of(rows)
         if not (scales <= MAX_MAGNITUDE / LEVELS).all():  # This comparison is False for NaN.
