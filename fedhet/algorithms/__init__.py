@@ -1,4 +1,6 @@
-"""Algorithms of the methods, with one module per family. They use neither I/O nor Flower.
+"""Algorithms of the methods, with one module per family.
+
+The modules perform no I/O and do not import Flower.
 
 This file defines types that the method declarations share. It does not import PyTorch.
 """

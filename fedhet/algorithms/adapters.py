@@ -7,8 +7,8 @@ all clients, so it cancels. All sums are computed in float64.
 - `padded_average` implements FedIT (Zhang et al. 2024), with zero padding if ranks differ.
 - `product_norm` computes HetLoRA's weights (Cho et al. 2024), which replace p_k.
 - `product_average` implements FlexLoRA (Bai et al. 2024), with an SVD of the averaged products.
-- `level_average` implements raFLoRA (Wu et al. 2026) as in third-party code. It averages each rank
-  level over the clients that have this level.
+- `level_average` implements raFLoRA (Wu et al. 2026), based on third-party code. It averages each
+  rank level over the clients that have this level.
 
 A rank level consists of a column of B and the corresponding row of A. Unlike in the papers, a rank
 level that no reply contains keeps its previous value. FFA-LoRA (Sun et al. 2024) freezes A, so the
@@ -48,7 +48,7 @@ def padded_average(
 
     Args:
         parts: The clients' factors, with their weights.
-        before: The previous average, with the largest rank.
+        before: The previous average, whose rank is the largest rank of all clients.
         axis: Axis of the rank: 0 for A, 1 for B.
         rank: Largest rank in this round's replies. Higher rank levels keep their previous value.
     """

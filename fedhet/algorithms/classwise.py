@@ -109,7 +109,10 @@ def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, A
 
 
 def class_totals(classes: Array, parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Sum the clients' values [K] by class [K], and return the sums for `classes` [P]."""
+    """Sum the clients' values per class, and return the sums for `classes` [P].
+
+    Each entry in `parts` contains the classes [K] and the values [K] of one client.
+    """
     total = np.zeros(len(classes))
     for present, numbers in parts:
         total[np.searchsorted(classes, present)] += numbers
@@ -224,10 +227,10 @@ class Teacher(nn.Module):
 
 
 class VariedTeacher(Teacher):
-    """Teacher for Velo, with S features per class: `features` has the shape [C, S, D].
+    """Teacher for Velo, with S feature vectors per class: `features` has the shape [C, S, D].
 
     In Section 3.1.3, each sample is paired with the features of its class. Unlike in the paper,
-    each sample in a batch is paired with one of the S features, drawn uniformly at random.
+    each sample in a batch is paired with one of the S vectors, drawn uniformly at random.
     """
 
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
@@ -240,7 +243,7 @@ class VariedTeacher(Teacher):
         )
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Draw features [N, D] of the classes `labels` [N]."""
+        """Draw the target features [N, D] for samples with labels [N]."""
         return self.features[labels, self._picks.take(len(labels))]
 
 
@@ -303,7 +306,7 @@ def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> T
 
     This is the mean, over the known classes in the batch, of the Euclidean distance between the
     mean features of the class in the batch and the teacher's features. The term is 0 if the batch
-    has no known class. The gradient of a distance has length 1, or 0 if the two vectors are equal.
+    has no known class. The gradient of a distance has norm 1, or 0 if the two vectors are equal.
     """
     member = F.one_hot(labels, len(teacher.known)).T.float()
     with torch.autocast(member.device.type, enabled=False):
@@ -368,7 +371,10 @@ class ClassTotals:
 
 
 def sum_by_class(parts: Sequence[tuple[Array, Array]], width: int) -> ClassTotals:
-    """Sum the clients' vectors [K, `width`] by class [K]."""
+    """Sum the clients' vectors per class.
+
+    Each entry in `parts` contains the classes [K] and the vectors [K, `width`] of one client.
+    """
     present = [classes for classes, _ in parts]
     classes = np.unique(np.concatenate(present)) if parts else np.zeros(0, np.int64)
     vectors, clients = np.zeros((len(classes), width)), np.zeros(len(classes), np.int64)

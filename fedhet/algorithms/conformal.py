@@ -90,8 +90,8 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
     If `corrected` is set, tau is the ceil((n + 1)(1 - theta)) / n quantile, as printed (Appendix B,
     step 3). tau is infinite if this level exceeds 1, because then only the set of all classes is
     valid. If `corrected` is not set, tau is the (1 - theta) quantile, rounded up to the higher of
-    two neighbors, as in RAPS' published code. This quantile is always finite, and differs
-    noticeably from the corrected quantile only for small n.
+    two neighbors, as in the published code of RAPS. This quantile is always finite, and
+    differs noticeably from the corrected quantile only for small n.
     """
     rank = _quantile_rank(len(scores), theta, corrected=corrected)
     if rank > len(scores):
@@ -115,7 +115,7 @@ def unpenalized_ranks(labels: int) -> int:
     """Return the default value of k_reg for the given number of labels.
 
     The default is 1 for up to 10 labels, 5 for 100 or more labels, and interpolated in between. The
-    papers of FedType and RAPS only state the value 5.
+    papers of FedType and RAPS state only the value 5.
     """
     return round(1 + 4 * min(max(labels - 10, 0) / 90, 1))
 
@@ -192,10 +192,10 @@ def top_sets(logits: Tensor, size: int) -> Tensor:
 
 
 def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
-    """Return the penalty g(delta, lambda) for a change of the proxy's accuracy.
+    """Return the penalty g(delta, lambda) for a change in the proxy's accuracy.
 
     Args:
-        delta: Change of the proxy's accuracy on the calibration data, in [-1, 1].
+        delta: Change in the proxy's accuracy on the calibration data, in [-1, 1].
         penalty: RAPS penalty lambda.
         form: Form of g: "g1" is Eq. 7; "g2", "g3" and "g4" are the alternatives in Section 4.2.4.
     """
@@ -269,8 +269,8 @@ class Imitation:
         self.calibrations: tuple[Calibration, ...] = ()
         """Conformal models of the proxy and of the private model (Eq. 5)."""
         self._parameters: tuple[Tensor, ...] = ()
-        """Temperatures, thresholds and penalties [2] of the private model and the proxy, in this
-        order."""
+        """Temperatures, thresholds and penalties. Each tensor [2] contains the value of the private
+        model, followed by the value of the proxy."""
         self._random_factors = Numbers(
             lambda count: torch.rand(count, generator=noise), labels.device
         )
@@ -332,8 +332,8 @@ class Imitation:
         Args:
             private: Logits of the private model, of shape [N, C].
             proxy: Logits of the proxy, of shape [N, C].
-            views: Logits of the private model and of the proxy for computing the sets, of shape
-                [N, C] each.
+            views: Logits of the private model and of the proxy from which the sets are computed,
+                of shape [N, C] each.
         """
         private_sets, proxy_sets = self.sets(
             *(view.detach().float()[:, self.labels] for view in views)

@@ -24,8 +24,8 @@ DEVIATIONS = 3.0
 """Number of standard deviations that the filter tolerates. The published code filters if the
 variance exceeds 9 and assumes sigma = 1."""
 MAJORITY = 0.5
-"""Minimum fraction of the clients' weight that the filter keeps, because most clients are
-honest."""
+"""Minimum fraction of the clients' weight that the filter keeps, because most clients are assumed
+to be honest."""
 BLOCK = 1024
 """Number of samples to filter at the same time, which bounds the memory."""
 
@@ -187,7 +187,7 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
     step = max(1, CELLS // max(classes, 1))
     for start in range(0, instances, step):
         width = min(step, instances - start)
-        # COUNT [C, block] is the weight of the participants that predict each class (lines 8 to
+        # COUNT [C + 1, block] is the weight of the participants that predict each class (lines 8 to
         # 10); row C contains abstentions. A vote has one prediction per instance, so its indices
         # are distinct.
         counts, columns = np.zeros((classes + 1) * width), np.arange(width)

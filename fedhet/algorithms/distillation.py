@@ -36,9 +36,9 @@ outputs."""
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
     """Return T^2 KL(teacher || student), averaged over samples, as a scalar.
 
-    Both logits [N, C] are divided by the temperature T. With T = 1, this is FedType's Eq. 1. The
-    factor T^2 preserves the magnitude of the gradient (Hinton et al., Section 2). No gradient flows
-    into the teacher.
+    Both sets of logits [N, C] are divided by the temperature T. With T = 1, the loss is FedType's
+    Eq. 1. The factor T^2 preserves the magnitude of the gradient (Hinton et al., Section 2). No gradient
+    flows into the teacher.
     """
     target = (teacher.detach().float() / temperature).log_softmax(1)
     log_p = (student.float() / temperature).log_softmax(1)
@@ -117,7 +117,7 @@ def mutual_loss(
 
 
 def has_label(labels: Tensor) -> Tensor:
-    """Return the mask [N] of the samples with at least one label [N, K] that is not NaN."""
+    """Return a mask [N] of the samples that have at least one label other than NaN."""
     return ~labels.isnan().all(1)
 
 
@@ -216,7 +216,7 @@ def mutual_losses(
 
 
 def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the most likely class of each sample [N], and the mask [N] of confident predictions.
+    """Return the most likely classes [N], and the mask [N] of the confident predictions.
 
     A prediction is confident if its probability is at least `threshold`.
     """

@@ -59,7 +59,7 @@ def _train(
     optimizer: Callable[..., torch.optim.Optimizer],
     options: TrainingOptions,
 ) -> float:
-    """Train on features x [N, D], and return the mean loss over the last epoch.
+    """Train a network on features x [N, D], and return the mean loss over the last epoch.
 
     Raises DataError if `x` contains only one feature vector.
     """
@@ -297,7 +297,7 @@ def _distance(offsets: Tensor) -> Tensor:
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Eq. 2 (Velo), averaged over the features s, as a scalar.
+    """Return the loss of Velo's CVAE, i.e. the negative of Eq. 2, averaged over the features s.
 
     Eq. 2 is the lower bound of log p(s | y), with L = 1 sample of z for each s.
 
@@ -455,7 +455,7 @@ def ensemble(weights: Array, heads: list[Array], biases: list[Array]) -> Head:
 
 
 def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
-    """Return exp(-mean_ij ||e_i - e_j||^2 |z_i - z_j|), as a scalar.
+    """Return FedGen's diversity loss, exp(-mean_ij ||e_i - e_j||^2 |z_i - z_j|), as a scalar.
 
     Here, e [N, E] is the noise and z [N, D] are the features. The loss is small if different noise
     produces different features. As in the authors' code, both distances are means over components.

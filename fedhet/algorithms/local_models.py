@@ -63,7 +63,7 @@ class LocalModel:
         return 0.0
 
     def stepped(self) -> None:
-        """Update the local state after the optimizer steps on a batch."""
+        """Update the local state after the optimizer's steps on a batch."""
 
     def upload(self) -> dict[str, Tensor]:
         """Return the tensors to send to the server, by name in the state dict."""
@@ -114,11 +114,11 @@ class MoreauModel(LocalModel):
 
 
 class VariationalModel(LocalModel):
-    """Variational proxy for FedType: the server averages a Gaussian distribution q of the weights.
+    """Variational proxy for FedType: the server averages a Gaussian distribution q over weights.
 
     Unlike in pFedBayes, there is no separate localized distribution. The parameters of the model
-    are the means of q. The loss of a batch uses one sample of the weights, plus zeta KL(q || q_g)
-    for the server's distribution q_g.
+    are the means of q. The loss of a batch is the loss of sampled weights plus zeta KL(q || q_g),
+    where q_g is the server's distribution.
     """
 
     noise = 1.0

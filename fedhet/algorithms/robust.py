@@ -30,7 +30,7 @@ MAX_RELATIVE = 100.0
 
 
 def max_malicious(clients: int, fraction: float) -> int:
-    """Return the number f of malicious clients that a robust average over `clients` must tolerate.
+    """Return the number f of malicious clients, out of `clients`, that robust rules must tolerate.
 
     f is the given fraction of the clients, rounded up, but always less than half of the clients.
     """
@@ -49,8 +49,9 @@ def trimmed_mean(points: Array, fraction: float) -> Array:
     """Return the coordinate-wise trimmed mean [...] of points [K, ...].
 
     Yin, Chen, Ramchandran and Bartlett, Byzantine-Robust Distributed Learning, ICML 2018,
-    Definition 2. For each coordinate, the f lowest and the f highest values are removed. With a
-    `fraction` of 0.5, this is the median (Definition 1). A coordinate without values is NaN.
+    Definition 2. For each coordinate with n values, the lowest and the highest values are removed,
+    `max_malicious(n, fraction)` of each. With a `fraction` of 0.5, this is the median (Definition
+    1). A coordinate without values is NaN.
     """
     ordered = np.sort(points, axis=0)  # NaN values are sorted last.
     known = np.count_nonzero(~np.isnan(points), axis=0)

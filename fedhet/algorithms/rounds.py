@@ -89,7 +89,7 @@ def clients_to_sample(needed: int, over_selection: float) -> int:
 
 
 def is_hit(seed: int, client: str, round: int, fault: Fault, probability: float) -> bool:
-    """Draw whether a simulated client has `fault` in a round, with the given probability."""
+    """Decide at random whether a simulated client has `fault` in a round."""
     return probability > 0 and bool(numpy_rng(seed, client, round, fault).random() < probability)
 
 
@@ -123,7 +123,7 @@ def closing(
         needed: Number of replies that the round needs.
         awaited: Number of clients from which replies are expected.
         durations: Durations of the previous rounds, in seconds.
-        least: Minimum number of replies, even if `pace.min-replies` is a fraction of few clients.
+        least: Minimum number of replies if `pace.min-replies` results in a lower number.
     """
     number = int(pace.min_replies)
     if pace.min_replies <= 1:

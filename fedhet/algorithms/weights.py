@@ -133,11 +133,11 @@ class RunningAverage:
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 """Layers whose outputs HeteroFL's scaler divides."""
 STATISTICS_BATCH = 128
-"""Batch size for batch-norm statistics. It is constant, so that results are the same everywhere."""
+"""Batch size for batch-norm statistics. It is the same on all machines, as are the results."""
 
 
 def is_submodel(shapes: Shapes, full: Shapes) -> bool:
-    """Return whether tensors with `shapes` are leading parts of tensors with the shapes `full`."""
+    """Return whether `shapes` are the shapes of leading slices of tensors with the shapes `full`."""
     return shapes.keys() == full.keys() and all(
         len(shape) == len(full[name][0])
         and all(size <= full_size for size, full_size in zip(shape, full[name][0], strict=True))
@@ -146,7 +146,7 @@ def is_submodel(shapes: Shapes, full: Shapes) -> bool:
 
 
 def cut_submodel(weights: Arrays, shapes: Shapes) -> dict[str, Array]:
-    """Return the leading part of each tensor of a model, with the given shapes."""
+    """Return the leading slice of each tensor in a model, with the given shapes."""
     return {
         name: np.array(weights[name][tuple(map(slice, shape))])
         for name, (shape, _) in shapes.items()

@@ -359,10 +359,10 @@ def privacy_command(
 
 
 def _consumed(path: Path, delta: float) -> list[dict[str, Any]]:
-    """Return a row with the consumed budget per dataset and run, and a row with the total.
+    """Return one row with the consumed budget for each dataset and run.
 
-    `epsilon` is infinite for runs without privacy. If there is such a run, `guarantee` is False in
-    every row.
+    If there are several rows, an additional row contains the total. `epsilon` is infinite for runs
+    without privacy. If there is such a run, `guarantee` is False in every row.
     """
     from fedhet.privacy.accounting import epsilon_of
     from fedhet.privacy.ledger import Entry, read_ledger

@@ -115,7 +115,7 @@ class Peers:
         return hashlib.sha256(b"fedhet peers\0" + json.dumps(rules).encode()).digest()
 
     def threshold(self, sites: int) -> int:
-        """Return t, the number of sites that must reveal their shares in a cohort of n `sites`.
+        """Return t, the number of sites that must reveal their shares in a cohort of size n = `sites`.
 
         Two different survivor lists with t sites each have at least 2t - n sites in common. Each
         honest site accepts only one list, so 2t - n > c prevents both lists from being unmasked.

@@ -334,7 +334,7 @@ def validate(values: Mapping[str, object]) -> GivenSettings:
     foreign: dict[str, object] = {}
     for name, value in values.items():
         info = fields.get(name)
-        # Python and TOML may also give a list as text, such as "cnn2,mlp".
+        # In Python and TOML, a list may also be given as text, such as "cnn2,mlp".
         if isinstance(value, str) and info is not None and is_collection(info):
             value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
         if name in method_fields:

@@ -41,9 +41,9 @@ TEXT_ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", "
 ENDINGS = (*TEXT_ENDINGS, ".parquet")
 """File name extensions of tables."""
 NO_NAME = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
-"""Pattern for the names of unnamed columns in CSV files, pandas, and Parquet files."""
+"""Pattern for the placeholder names of unnamed columns in CSV files, pandas, and Parquet files."""
 _CHUNK = 4096
-"""Number of CSV rows to split into columns at once."""
+"""Number of CSV rows to split into columns at the same time."""
 _BUFFER_BYTES = 2**20
 _MAX_LINE = 2**24
 """Maximum number of characters in a line of JSON."""
@@ -306,7 +306,7 @@ class Cells:
 
     @cached_property
     def decimal_separator(self) -> str:
-        """Decimal separator in the columns, or "" if no or both separators are recognized."""
+        """Decimal separator in the columns, or "" if neither or both separators are recognized."""
         return self._agreed(decimal_separator)
 
     @cached_property
@@ -333,9 +333,10 @@ class Cells:
         return self.columns[name]
 
     def owners(self) -> dict[str, Any]:
-        """Return the `Dataset` fields for the owners in the column `data.by`, or {} if it is empty.
+        """Return the `Dataset` fields for the owners of the rows, from the column `data.by`.
 
-        These are `groups` and `group_names`. Raises DataError if the owner of a row is missing.
+        The fields are `groups` and `group_names`. The result is {} if `data.by` is empty. Raises
+        DataError if the owner of a row is missing.
         """
         if not (by := self.spec.by.strip()):
             return {}
@@ -578,7 +579,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
 def _open_parquet(path: Path, spec: DataSpec, size: int) -> tuple[Any, Any, dict[str, int]]:
     """Open a Parquet file, and check its size before any column is read.
 
-    Columns of texts are read as dictionaries, except delta-encoded columns, for which pyarrow does
+    Text columns are read as dictionaries, except delta-encoded columns, for which pyarrow does
     not support this. Returns the file, its schema, and the size in bytes of the largest chunk of
     each delta-encoded column.
     """

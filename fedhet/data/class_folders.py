@@ -193,7 +193,7 @@ def part_of(name: str, any_word: bool = False) -> str:
 
 @dataclass
 class Scan:
-    """Scanner of one directory tree. Raises DataError if a file would be read twice."""
+    """Scanner for one directory tree. Raises DataError if a file would be read twice."""
 
     files: Files
     follow: bool = True
@@ -381,7 +381,7 @@ class Scan:
     def class_folders(
         self, part: Folder, level: int, classes: Sequence[str], root: Path
     ) -> dict[str, list[Folder]]:
-        """Find the directories of each class in a part, and count the files above them.
+        """Return each class's directories in a part, and count the files in the directories above.
 
         Raises DataError if there are no class directories, if a name is not in `classes` (unless
         `classes` is empty), or if a name is not printable.

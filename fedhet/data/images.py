@@ -39,8 +39,8 @@ _ROWS = 256
 """Number of images that a thread decodes at a time."""
 _THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
-"""Pillow names of the supported formats, independent of the file extension. Other formats are
-rejected, because decoding a format such as EPS can run code."""
+"""Pillow names of the supported formats, which are detected regardless of the file extension. Other
+formats are rejected, because decoding a format such as EPS can run code."""
 GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
 """Pillow modes of grayscale images."""
 _BACKGROUND = 255

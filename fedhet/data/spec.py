@@ -131,7 +131,7 @@ class Dataset:
         return "bytes" if self.train.x.dtype == torch.uint8 else "given"
 
     def strata(self, split: Split) -> Index:
-        """Return the stratum [N] of each sample of a split, such as its class."""
+        """Return the strata [N] of a split's samples, such as their classes."""
         return self.task.strata(split.y, self.classes)[1]
 
     def subset(self, split: Split, size: int, rng: np.random.Generator) -> Split:

@@ -106,7 +106,7 @@ class RunData:
         return self.once("dataset", lambda: self._read(self.spec, "0"))
 
     def partition(self) -> tuple[Index, ...]:
-        """Return the row numbers of each client in the training set, sorted and disjoint."""
+        """Return each client's row numbers in `dataset.train`, sorted and disjoint."""
         return self.once("partition", self._partition)
 
     @property
@@ -137,7 +137,7 @@ class RunData:
         return dataset.test
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending; all outputs by default."""
+        """Return the label space of client `index`, ascending. The default contains all outputs."""
         if self._has_label_spaces:
             return self._assignment.spaces[index]
         return tuple(range(self.dataset.outputs))
@@ -167,7 +167,7 @@ class RunData:
         }
 
     def split_rows(self, index: int) -> tuple[Index, Index]:
-        """Return the training rows and the test rows of client `index` in the training set."""
+        """Return client `index`'s training and test rows, as row numbers in `dataset.train`."""
         clients = self.spec.clients
         if not 0 <= index < clients:
             raise SettingsError(f"client index must be from 0 to {clients - 1}, got {index}")

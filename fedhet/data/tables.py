@@ -114,7 +114,7 @@ class TableSchema(_Frozen):
     targets: tuple[Column, ...] = Field((), validate_default=True)
     """Columns of the targets; empty for classification."""
     missing: tuple[str, ...] = ()
-    """Custom markers of missing values, in addition to `fedhet.data.values.MISSING`."""
+    """Custom missing-value markers, in addition to `fedhet.data.values.MISSING`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = ()
@@ -308,7 +308,7 @@ def infer_column(
         rows = reading.numbers[values.codes]
         rows = rows[~np.isnan(rows)]
         mean = float(rows[0])
-        if rows.min() < rows.max():  # Rounding errors would give equal values a tiny deviation.
+        if rows.min() < rows.max():  # Equal values could get a tiny nonzero standard deviation.
             mean, deviation = float(rows.mean()), float(rows.std())
     column = Column(
         name=name,

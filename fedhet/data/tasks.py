@@ -467,7 +467,7 @@ class Regression(Task):
         return (quantiles[..., closest[0]] + quantiles[..., closest[-1]]) / 2
 
     def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared errors [N] of the standardized predictions, for every `loss_name`."""
+        """Return the squared errors [N] of the standardized predictions, regardless of the loss."""
         from fedhet.algorithms.distillation import squared_errors
 
         if self.quantiles:
@@ -668,11 +668,11 @@ class MultiLabel(Task):
         return rows[values.codes]
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the loss function: the mean binary cross-entropy of each sample's present labels.
+        """Return the loss function, the mean binary cross-entropy over a sample's non-missing labels.
 
-        A sample without any present label has the loss 0. The loss of a batch is the mean over its
-        samples, not over all present labels, because DP-SGD requires that the gradient of a sample
-        does not depend on how many labels of other samples are present.
+        A sample without any non-missing label has the loss 0. The loss of a batch is the mean over
+        its samples, not over all non-missing labels, because DP-SGD requires that the gradient of a
+        sample does not depend on how many labels of other samples are missing.
         """
         import torch
         from torch.nn.functional import binary_cross_entropy_with_logits

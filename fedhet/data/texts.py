@@ -136,11 +136,11 @@ def text_sample_shape(spec: DataSpec) -> Shape:
 
 
 def tokenize(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
-    """Tokenize texts as int64 tokens [N, L], padded with PADDING to L = `data.max-tokens`.
+    """Tokenize texts into int64 tokens [N, L], padded with PADDING to L = `data.max-tokens`.
 
     Longer texts are truncated. The padding token of an encoder's tokenizer is swapped with PADDING;
     `fedhet.models.libraries` swaps them back. Each text has at least one token other than PADDING.
-    Raises DataError if the tokens exceed `data.max-bytes`.
+    Raises DataError if the tokens would require more than `data.max-bytes`.
     """
     check_max_bytes(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
     encode = _encode(spec)

@@ -29,8 +29,7 @@ Numbers = npt.NDArray[np.float64]
 MISSING = frozenset(
     """? na n/a nan null <na> nat \\n #n/a #na #nv #n/d (null) <null> <missing> <nan>""".split()
 ) | {"", "#n/a n/a"}
-"""Markers of missing values in all columns, in lower case, from pandas, R, SQL, and
-spreadsheets."""
+"""Missing-value markers for all columns, in lower case, from pandas, R, SQL, and spreadsheets."""
 MISSING_NUMBER = frozenset(
     """- -- --- – — . .. ... … * ** / _ ._ none nil undef undefined missing unknown unk blank
     (blank) empty nd n.d. n/d nr n.r. n.a. n.a s/d s.d. n/v n/k n/s nc n.c. n.n. k.a. k.a na. -nan
@@ -40,8 +39,8 @@ MISSING_NUMBER = frozenset(
     "not available", "no data", "not known", "not recorded", "not done", "not applicable",
     "no disponible", "non disponible", "sin dato", "keine angabe", "0000-00-00 00:00:00",
 }  # fmt: skip
-"""Additional markers of missing values in columns of numbers or dates. In other columns, these
-markers are words."""
+"""Additional missing-value markers for columns of numbers or dates. In other columns, these markers
+are words."""
 _MISSING_FORM = re.compile(r"#[¡¿]?[^\W\d]\S*|err:\d+|\.[a-z]", re.IGNORECASE)
 """Pattern for spreadsheet errors in all languages (#DIV/0!, #WERT!), and for .A to .Z from SAS and
 Stata."""
@@ -584,8 +583,9 @@ def recognize(
 
     Args:
         values: Distinct values of the column.
-        marks: Custom markers of missing values.
-        words: Whether the values are words even if all of them are numbers (`data.categories`).
+        marks: Custom missing-value markers.
+        words: Whether to treat the values as words even if all of them are numbers
+            (`data.categories`).
         typed: Whether the file declares the column numeric.
         target: Whether the column is a numeric target, whose values must not be missing.
         decimal: Setting `data.decimal`.
@@ -649,11 +649,11 @@ def _fault(
     texts: Sequence[str],
     rows: npt.NDArray[np.int64],
 ) -> str:
-    """Describe the problem of a column that mixes numbers (or dates) and words, or return "".
+    """Describe the problem with a column that mixes numbers (or dates) and words, or return "".
 
     A few words among numbers are treated as mistakes. Many words are accepted as codes if the
-    numbers are few distinct, frequent integers, as in 1, 2, 3, X. Many words among measurements are
-    treated as unknown markers of missing values.
+    numbers are integers with few distinct, frequent values, as in 1, 2, 3, X. Many words among
+    measurements are treated as unrecognized missing-value markers.
     """
     odd = np.isnan(numbers)
     num_numeric, num_odd, distinct = int(rows[~odd].sum()), int(rows[odd].sum()), _fits(numbers)

@@ -164,7 +164,7 @@ def claims_of(table: str) -> list[str]:
 
 
 def counted(claims: Sequence[TestedClaim]) -> Cells:
-    """Count claims by verdict, in a table with a row per paper and size, and a total per size."""
+    """Build a table of claims by verdict, with a row per paper and size, and a total per size."""
     papers = [*dict.fromkeys(paper_of(name) for name in table_names())]
     columns: dict[str, list[Cell]] = {
         name: [] for name in ("paper", "size", "tables", "claims", *WORDS.values())

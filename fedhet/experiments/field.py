@@ -40,7 +40,8 @@ KINDS = {"personal": ("private", "global", "server"), "common": ("global", "serv
 represents the method."""
 CEILING = "central"
 SHARE = 0.9
-"""Fraction of the accuracy of `CEILING`. The table shows the costs of reaching this fraction."""
+"""Fraction of the accuracy of the method `CEILING`. The table shows the costs of reaching this
+fraction."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
 """Scope of ranks over all architectures."""
@@ -136,7 +137,7 @@ def critical(methods: int, cells: int) -> float:
 
 @dataclass(frozen=True)
 class FieldResults:
-    """Results of the finished runs of the table of all methods."""
+    """Results of the finished runs in the table of all methods."""
 
     plan: FieldPlan
     runs: pd.DataFrame
@@ -205,7 +206,7 @@ def collect(plan: FieldPlan) -> FieldResults:
 
 
 def kind_of(run: Run, protocol: str) -> str:
-    """Return the model kind that represents a method under a protocol, or "" without scores."""
+    """Return the model kind that represents a run in a protocol, or "" if there are no scores."""
     kinds = sorted(run.kinds(protocol), key=lambda kind: position(kind, KINDS[protocol]))
     return next(iter(kinds), "")
 

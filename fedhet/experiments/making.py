@@ -1,4 +1,4 @@
-"""Create tables: train missing runs, one by one or in parallel, and write the results."""
+"""Creation of tables: trains missing runs, one by one or in parallel, and writes the results."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Wanted:
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     """Train the missing runs for the tables that `word` selects, and print and write the tables.
 
-    If `rows` is not empty, only runs of rows whose names start with one of its words are trained.
+    If `rows` is not empty, only rows whose names start with a word in `rows` are trained.
     """
     plans = []
     for name in tables_of(word):

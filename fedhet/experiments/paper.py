@@ -295,7 +295,7 @@ def write_latex(results: Results, out: Path) -> Path:
     dagger marks differences beyond two standard errors.
     """
     plan, result = results.plan, results.result
-    # Map columns of scores to 1 if higher numbers are better, or to -1 if lower are better.
+    # Map columns of scores to 1 if higher numbers are better, or to -1 otherwise.
     scored = {}
     for column in plan.table.columns_in(plan.size):
         of_column = [cell for (_, name), (cell, _) in results.cells.items() if name == column.name]

@@ -143,7 +143,7 @@ class Claim(_Part):
     of: Literal["rows", "columns"] = "rows"
     """Whether rows are compared within each column, or columns within each row."""
     where: list[str] = Field(default_factory=list)
-    """Columns (or rows) for which the paper makes the claim; an empty list means all."""
+    """Columns (or rows) for which the paper makes the claim; an empty list means all of them."""
 
 
 class PaperTable(_Part):
@@ -346,7 +346,7 @@ class Plan:
 
     @property
     def replaced(self) -> list[str]:
-        """Messages about settings of rows, columns, and places that `over` overrides."""
+        """Messages about settings of rows, columns, and `places` that `over` overrides."""
         lines: list[Line] = [*self.table.rows_in(self.size), *self.table.columns_in(self.size)]
         lines += self.table.places
         return [

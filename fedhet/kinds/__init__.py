@@ -238,7 +238,7 @@ TEXT = Kind(
 KINDS = {kind.name: kind for kind in (IMAGE, TABLE, TEXT, SIGNAL)}
 """All kinds by name."""
 AUGMENTATIONS = {name: kind for kind in KINDS.values() for name in kind.augmentations}
-"""Sample kind that each value of `training.augment` supports."""
+"""Sample kind to which each value of `training.augment` applies."""
 
 
 def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:

@@ -96,7 +96,7 @@ class Optimization:
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterable[Tensor]:
-        """Return the sample indices of each batch in an epoch, from the function `batches`."""
+        """Return the sample indices of each batch in an epoch, using the function `batches`."""
         return batches(samples, batch_size, generator, device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:

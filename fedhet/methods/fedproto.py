@@ -36,7 +36,7 @@ class FedProtoSettings(PrototypeSettings):
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
-        """Weight of the distance from the prototypes, and the authors' kind, "mse"."""
+        """Weight of the distance from the prototypes, and the authors' kind of distance, "mse"."""
         return self.lambda_, "mse"
 
 

@@ -60,8 +60,8 @@ SPEC = MethodSpec(
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
     needs_task="loss",
-    # Evaluation omits the scaler, so a narrow model would predict too small numbers. Classes depend
-    # only on the order of the outputs.
+    # Evaluation omits the scaler, so a narrow model would predict numbers that are too small. This
+    # does not affect predicted classes, which depend only on the order of the outputs.
     without_classes={"masked": (False,), "scaler": (False,)},
     late="averaged",
     settings=HeteroFlSettings,

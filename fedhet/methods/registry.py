@@ -115,8 +115,8 @@ def find_method(name: str) -> Method:
         client on first use.
 
     Raises:
-        SettingsError: If the method is unknown or cannot be loaded, or if a setting or settings
-            table of every run already has the name of the method's settings table.
+        SettingsError: If the method is unknown or cannot be loaded, or if its settings table would
+            have the same name as a setting or settings table of every run.
     """
     table, reserved = _table(name), {full.partition(".")[0] for full in RunSettings.fields()}
     if table in reserved:

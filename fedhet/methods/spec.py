@@ -78,7 +78,7 @@ class Passes:
 
 
 def local_passes(settings: Any, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
-    """Return the passes over the samples if a method trains for `local-epochs` in each round."""
+    """Return the passes over the samples of a method that trains for `local-epochs` per round."""
     return (Passes(rounds, training.batch_size, training.local_epochs),)
 
 
@@ -89,7 +89,7 @@ class Protection:
     mechanism: str = ""
     """Mechanism that adds the noise, as shown to users."""
     unsupported: str = ""
-    """Reason why the method does not support privacy, or "" if it does."""
+    """Reason why the method does not support differential privacy, or "" if it does."""
     vectors: int = 0
     """Number of class sums that a client releases per round, e.g. 2 for features and logits."""
     norm: float = math.inf
@@ -101,7 +101,7 @@ class Protection:
     models: tuple[str, ...] = ()
     """Fields of the method's settings that name additional models trained by the clients."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Setting values required with privacy, by field of the method's settings."""
+    """Values required with differential privacy, by field of the method's settings."""
     reason: str = ""
     """Reason for the required values in `needs`, as shown to users."""
 
@@ -208,7 +208,7 @@ class MethodSpec:
     """Property that a task must have so that clients may have models without gradients, as in
     `needs_task`; "" if no task permits them. Only `fit_private` trains such models."""
     large_messages: bool = False
-    """Whether messages are large and differ between clients, e.g. whole models.
+    """Whether messages are large and differ between clients, e.g. full models.
 
     If so, each instruction is created just before the server sends it, and replies are stored on
     disk.
@@ -216,8 +216,8 @@ class MethodSpec:
     late: Late = "refused"
     """Treatment of replies that arrive after their round has closed.
 
-    - "averaged": the reply has a reduced weight in averages; model weights contribute the change
-      made by the client.
+    - "averaged": the reply has a reduced weight in averages. If it contains model weights, the
+      client's update is applied to the server's current weights.
     - "kept": the reply counts like a reply on time.
     - "refused": the reply is discarded, because it is valid only for its round.
     """
@@ -291,7 +291,7 @@ class MethodSpec:
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
             return (one,)
         known = find_task(task)()
-        can_mix = known.any_model and known.has_distribution  # numbers: networks are the default
+        can_mix = known.any_model and known.has_distribution  # In regression, default to networks.
         can_mix = can_mix and self.any_model in known.properties
         return (kind.pool_of_any if can_mix else ()) or kind.pool
 

@@ -47,7 +47,7 @@ class UmPfsslSettings(MethodSettings):
     )
 
     def refresh_rounds(self, fraction: float) -> int:
-        """Return the refresh interval nu, given the fraction of the clients in each round."""
+        """Return the refresh interval nu, given the fraction of clients sampled per round."""
         return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
 
 

@@ -91,8 +91,8 @@ EXTERNAL = (
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""Functions of each family of custom or library models. They match a name, check the name, and
-build the model."""
+"""Functions for each family of custom or library models: the first matches a name, the second
+checks the name, and the third builds the model."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
 )
@@ -184,7 +184,7 @@ def _with_group_norms(
 ) -> nn.Module:
     """Build an extractor with group norms (Wu and He 2018) instead of batch norms.
 
-    Samples in a batch are then independent.
+    The outputs of a sample then do not depend on the other samples in the batch.
     """
     network = extractor(shape, **options)
     for part in list(network.modules()):
@@ -324,7 +324,8 @@ def shapes(
 ) -> Shapes:
     """Return the shape and NumPy dtype name of each tensor in a part of a model's state dict.
 
-    Registered models are not allocated. Custom models are built and discarded. Results are cached.
+    No memory is allocated for registered models. Custom models are built and discarded. Results are
+    cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim, kind, part))
 

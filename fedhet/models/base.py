@@ -34,7 +34,7 @@ from fedhet.models.classical import Refitted
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Registry entry of a network."""
+    """Registry entry for a network."""
 
     name: str
     family: str

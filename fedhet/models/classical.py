@@ -54,7 +54,7 @@ class Probabilistic(Protocol):
 
 @dataclass(frozen=True)
 class ClassicalInfo:
-    """Registry entry of a classifier and a regressor.
+    """Registry entry for a classifier and the corresponding regressor.
 
     `make(seed, numbers)` returns a new, unfitted instance; `numbers` selects the regressor.
     """
@@ -114,7 +114,7 @@ class Refitted(nn.Module):
         self._fitted = classifier
 
     def fit_later(self, training_set: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Defer fitting to the x and y that `training_set` returns until the next prediction."""
+        """Fit on the next prediction, to the x and y that `training_set` returns."""
         self._pending = training_set
 
     def predict(self, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class RefittedRegressor(Refitted):
         if self._pending is not None:
             self.fit(*self._pending())
         values = np.zeros((len(x), self.classes), np.float32)
-        # Regressors of scikit-learn reject empty arrays.
+        # scikit-learn's regressors reject empty arrays.
         for target, regressor in enumerate(self._regressors if len(x) else ()):
             with self._using_estimator("cannot predict"):
                 values[:, target] = np.asarray(regressor.predict(_flat(x))).reshape(len(x))

@@ -46,7 +46,7 @@ def is_pretrained(name: str) -> bool:
 
 
 def pretrained_info(name: str) -> ModelInfo:
-    """Return the registry entry of a pretrained network."""
+    """Return the registry entry for a pretrained network."""
     base, how = name.rsplit("-", 1)
 
     def extractor(shape: Shape) -> nn.Module:

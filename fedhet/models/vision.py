@@ -390,8 +390,8 @@ BASIC = {
     34: (3, 4, 6, 3),
 }
 BOTTLENECK = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-# Blocks in each of the three stages (FedGEMS, Tables 10 to 12). The depth is 3 * blocks + 2. Table
-# 11 prints (1, 1, 2) for the fourth "ResNet-17" (clients 8 and 16), although it has 14 layers.
+# Blocks in each of the three stages (FedGEMS, Tables 10 to 12). The depth is 3 * blocks + 2. For
+# the fourth "ResNet-17" (clients 8 and 16), Table 11 prints (1, 1, 2), which gives only 14 layers.
 GEMS = {
     "11": ((1, 1, 1), "Table 10; Table 11, clients 1, 9"),
     "14-a": ((1, 1, 2), "Table 11, clients 2, 10"),

@@ -139,8 +139,9 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
             accountant.compose(event, count)
             bound += count * math.log1p(sampling**2 * math.expm1(noise**-2))
         epsilon = float(accountant.get_epsilon(delta))
-    # Epsilon 0 is only valid if the total variation is at most delta. Check this for Gaussians of
-    # equal divergence, because the accountant may return 0 due to numerical errors.
+    # Epsilon 0 is valid only if the total variation distance is at most delta. Because the
+    # accountant may return 0 due to numerical errors, check this for two Gaussians whose Renyi
+    # divergence at order 2 is `bound`.
     may_be_zero = math.erf(math.sqrt(bound / 8)) <= 1.01 * delta
     return epsilon if epsilon > 0 or (epsilon == 0 and may_be_zero) else math.inf
 

@@ -107,7 +107,7 @@ class Ledger:
             self.charge([Release(0.0)], lambda past: None, **fields)
 
     def merge(self, others: Sequence[Entry]) -> int:
-        """Append the entries of another copy of this ledger that this copy lacks.
+        """Append the entries that another copy of this ledger contains and this copy lacks.
 
         Entries may have been added to either copy. An entry that occurs several times in one copy
         occurs at least as often in the result. Returns the number of added entries. Raises

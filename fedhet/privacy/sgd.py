@@ -195,7 +195,7 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class _RandomInputs:
-    """Tests, on random samples, that a sample's results do not depend on other samples.
+    """Tests of a model on random inputs: a sample's results must not depend on other samples.
 
     Results are compared up to rounding errors. Each test returns a description of the dependence,
     or "" if there is none.

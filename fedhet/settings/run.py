@@ -450,7 +450,7 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
 
 
 def held_out_clients(run: RunSettings) -> frozenset[int]:
-    """Return the numbers of the held-out clients, as set by 'data.held-out-clients'.
+    """Return the indices of the held-out clients, as set by 'data.held-out-clients'.
 
     If the fraction is positive, at least one client is held out, but never all of them.
 
@@ -461,7 +461,7 @@ def held_out_clients(run: RunSettings) -> frozenset[int]:
 
 
 def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
-    """Draw the numbers of the held-out clients, a fraction `fraction` of all `clients`."""
+    """Draw the indices of the held-out clients, a fraction `fraction` of all `clients`."""
     if not fraction:
         return frozenset()
     count = min(clients - 1, max(1, round(fraction * clients)))

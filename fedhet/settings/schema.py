@@ -1,9 +1,9 @@
 """Base classes for settings tables: names, types, ranges, descriptions, and error messages.
 
 A setting has one full name in kebab case, such as `training.lr`. The command line, TOML files and
-Flower's run config all use this name. `run` and `engine` declare the tables that every run has; a
-method declares its table as a subclass of `MethodSettings`. Lists are stored as tuples, so that a
-table can be hashed.
+Flower's run config all use this name. The modules `run` and `engine` declare the tables that every
+run has; a method declares its table as a subclass of `MethodSettings`. Lists are stored as tuples,
+so that a table can be hashed.
 """
 
 from __future__ import annotations
