@@ -34,10 +34,10 @@ Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]
 
 - "all": the full model;
 - "trained": the parameters, without the running statistics of batch-norm layers;
-- "all-but-norms": all tensors except those of batch-norm layers;
+- "all-but-norms": all tensors except the tensors of batch-norm layers;
 - "extractor": the layers before the head;
 - "head": the head;
 - "lora-a": the adapters' factors A, or the extractor if the model has no adapters.
 """
 MIN_SCALE = 1e-6
-"""Minimum standard deviation of a variational weight, because the KL divergence divides by it."""
+"""Minimum standard deviation of a variational weight, which is a divisor in the KL divergence."""

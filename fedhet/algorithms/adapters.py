@@ -48,7 +48,7 @@ def padded_average(
 
     Args:
         parts: The clients' factors, with their weights.
-        before: The previous average, whose rank is the largest rank of all clients.
+        before: The previous average, of the largest rank R.
         axis: Axis of the rank: 0 for A, 1 for B.
         rank: Largest rank in this round's replies. Higher rank levels keep their previous value.
     """

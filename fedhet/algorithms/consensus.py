@@ -147,7 +147,7 @@ CELLS = 2**17
 
 @dataclass(frozen=True)
 class Vote:
-    """Vote of one participant.
+    """Vote of one participant on the classes of all instances.
 
     Attributes:
         predictions: Predicted class of each instance, of shape [N]; C means an abstention.

@@ -37,8 +37,8 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
     """Return T^2 KL(teacher || student), averaged over samples, as a scalar.
 
     Both sets of logits [N, C] are divided by the temperature T. With T = 1, the loss is FedType's
-    Eq. 1. The factor T^2 preserves the magnitude of the gradient (Hinton et al., Section 2). No gradient
-    flows into the teacher.
+    Eq. 1. The factor T^2 preserves the magnitude of the gradient (Hinton et al., Section 2). No
+    gradient flows into the teacher.
     """
     target = (teacher.detach().float() / temperature).log_softmax(1)
     log_p = (student.float() / temperature).log_softmax(1)

@@ -264,5 +264,5 @@ def gaussian_kl(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Te
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
-    """Return r such that softplus(r) = value, for positive values."""
+    """Return the inverse of softplus for positive values."""
     return value + torch.log(-torch.expm1(-value))

@@ -48,7 +48,7 @@ def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
 
     A value computed from too few shares or from wrong shares exceeds 32 bytes, except with
     probability 2^-265. If the value computed from all shares exceeds 32 bytes, one or two shares
-    are excluded such that the remaining shares determine a secret.
+    are excluded so that the remaining shares determine a secret.
 
     Returns:
         The secret, and the numbers of wrong shares.

@@ -234,7 +234,7 @@ class Plan:
 
     @property
     def models(self) -> list[Key]:
-        """All models to send."""
+        """Keys of all models to send."""
         return [*self.candidates, *self.fill, *self.refresh]
 
     @property
@@ -301,7 +301,7 @@ def refreshed(helpers: Iterable[Helper], newer: Mapping[int, Helper]) -> list[He
 
 
 def filled(helpers: Sequence[Helper], more: Iterable[Helper], size: int) -> list[Helper]:
-    """Fill a list up to `size` helpers (Algorithm 1, line 16), and return the ranked list."""
+    """Fill a helper list up to `size` entries (Algorithm 1, line 16), and return it ranked."""
     full = {helper.number: helper for helper in helpers}
     for helper in more:
         if len(full) < size:

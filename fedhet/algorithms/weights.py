@@ -133,11 +133,11 @@ class RunningAverage:
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 """Layers whose outputs HeteroFL's scaler divides."""
 STATISTICS_BATCH = 128
-"""Batch size for batch-norm statistics. It is the same on all machines, as are the results."""
+"""Batch size for batch-norm statistics, fixed so that results do not depend on the machine."""
 
 
 def is_submodel(shapes: Shapes, full: Shapes) -> bool:
-    """Return whether `shapes` are the shapes of leading slices of tensors with the shapes `full`."""
+    """Return whether `shapes` are shapes of leading slices of tensors with the shapes `full`."""
     return shapes.keys() == full.keys() and all(
         len(shape) == len(full[name][0])
         and all(size <= full_size for size, full_size in zip(shape, full[name][0], strict=True))

@@ -115,10 +115,11 @@ class Peers:
         return hashlib.sha256(b"fedhet peers\0" + json.dumps(rules).encode()).digest()
 
     def threshold(self, sites: int) -> int:
-        """Return t, the number of sites that must reveal their shares in a cohort of size n = `sites`.
+        """Return t, the number of sites that must reveal their shares, for a cohort of size n.
 
-        Two different survivor lists with t sites each have at least 2t - n sites in common. Each
-        honest site accepts only one list, so 2t - n > c prevents both lists from being unmasked.
+        `sites` is the size n. Two different survivor lists with t sites each have at least 2t - n
+        sites in common. Each honest site accepts only one list, so 2t - n > c prevents both lists
+        from being unmasked.
         """
         return max(math.ceil((sites + self.colluding) / 2) + 1, 2 * sites // 3 + 1)
 

@@ -60,7 +60,7 @@ NumberedRows = Iterator[tuple[int, Mapping[str, object]]]
 
 @dataclass(frozen=True)
 class TextRows:
-    """N texts with their labels and, if `data.by` names a column, with their owners."""
+    """Labeled texts, with their owners if `data.by` names a column."""
 
     texts: list[str]
     labels: list[str]

@@ -137,7 +137,10 @@ class RunData:
         return dataset.test
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending. The default contains all outputs."""
+        """Return the label space of client `index`, ascending.
+
+        By default, the label space contains all outputs.
+        """
         if self._has_label_spaces:
             return self._assignment.spaces[index]
         return tuple(range(self.dataset.outputs))

@@ -105,7 +105,7 @@ class Task(ABC):
     has_lists: ClassVar[bool] = False
     """Whether a value of the target column may be a list."""
     rule: ClassVar[str] = "prediction = output"
-    """Formula from a model's outputs to predictions, for model cards."""
+    """Formula that converts a model's outputs to predictions, for model cards."""
 
     # Settings of a run.
 
@@ -668,7 +668,7 @@ class MultiLabel(Task):
         return rows[values.codes]
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the loss function, the mean binary cross-entropy over a sample's non-missing labels.
+        """Return the mean binary cross-entropy of each sample's non-missing labels as the loss.
 
         A sample without any non-missing label has the loss 0. The loss of a batch is the mean over
         its samples, not over all non-missing labels, because DP-SGD requires that the gradient of a

@@ -41,7 +41,7 @@ USUAL_HARDWARE = {
     "Two cores of an AMD EPYC.": "",
     "Two cores of an AMD EPYC (AVX-512), bfloat16.": "In bfloat16.",
 }
-"""Short texts on the default hardware, which docs/tables.md describes once for all sections."""
+"""Abbreviations of the default hardware, which docs/tables.md describes once for all sections."""
 USUAL_SEEDS = [0, 1, 2]
 """Default seeds. A section omits its command if the table has default seeds and settings."""
 UNLISTED = {"engine.backend", "data.data-dir", "engine.precision"}

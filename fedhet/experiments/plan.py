@@ -346,7 +346,7 @@ class Plan:
 
     @property
     def replaced(self) -> list[str]:
-        """Messages about settings of rows, columns, and `places` that `over` overrides."""
+        """Messages about the settings that `over` overrides in rows, columns, and `places`."""
         lines: list[Line] = [*self.table.rows_in(self.size), *self.table.columns_in(self.size)]
         lines += self.table.places
         return [

@@ -192,7 +192,7 @@ CHANGES: Mapping[str, Mapping[str, Change]] = MappingProxyType(
             "crop-flip": compose(flip, shift),
             "randaugment": compose(flip, shift, rand_augment),
             "weak": weak,
-            "strong": compose(weak, rand_augment, erase),  # Same as in FixMatch.
+            "strong": compose(weak, rand_augment, erase),  # FixMatch uses the same order.
         },
         "text": {
             "tokens": lambda x, generator: shuffle_tokens(

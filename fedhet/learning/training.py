@@ -266,7 +266,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
-    """Headline score of always predicting the most frequent class or, in regression, the mean."""
+    """Headline score of a constant prediction: the most frequent class or the mean (regression)."""
 
 
 @torch.inference_mode()

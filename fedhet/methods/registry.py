@@ -46,7 +46,7 @@ BASES = {"HetStrategy": "fedhet.strategies.base", "HetClient": "fedhet.clients.b
 
 @dataclass(frozen=True)
 class Method:
-    """Method with its declaration, strategy class and client class."""
+    """Registered method, with its declaration, its strategy class and its client class."""
 
     name: str
     spec: MethodSpec = field(hash=False)

@@ -114,7 +114,7 @@ class Refitted(nn.Module):
         self._fitted = classifier
 
     def fit_later(self, training_set: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Fit on the next prediction, to the x and y that `training_set` returns."""
+        """Defer fitting until the next prediction, when `training_set` is called for x and y."""
         self._pending = training_set
 
     def predict(self, x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def cnn(
     Args:
         shape: Image shape [C, H, W].
         widths: Number of channels of each convolution.
-        pools: Whether max-pooling follows each convolution.
+        pools: For each convolution, whether max-pooling follows.
         features: Width of the linear layer.
         dropout: Dropout rate after the last two batch norms and the linear layer, as in the
             ResNet-9 of UM-pFSSL (section VI-A).

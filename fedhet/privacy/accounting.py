@@ -149,7 +149,7 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
 def calibrate_noise(
     settings: PrivacySettings, plan: Plan, epsilon: float, consumed: tuple[Release, ...] = ()
 ) -> Noise:
-    """Return the smallest noise such that `plan` fits the budget after the `consumed` releases.
+    """Return the smallest noise with which `plan` fits the budget after the `consumed` releases.
 
     Noise multipliers in the settings are used unchanged. If `epsilon` is 0, all other multipliers
     have default values. Raises SettingsError if no noise is sufficient.
