@@ -151,7 +151,7 @@ class PrunedModel(LocalModel):
     """Model whose adapters are pruned if training shrinks their last rank levels (HetLoRA).
 
     The regularizer is the sum over layers of ||B[:, k:]|| ||A[k:]||, where r is the rank and k is
-    floor(gamma r), but at least 1.
+    max(1, floor(gamma r)).
     """
 
     def __init__(

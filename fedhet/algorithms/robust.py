@@ -24,7 +24,7 @@ clients at the typical distance. The published filter tolerates nine times a kno
 MIN_WEIGHT = 0.5
 """Weight below which the filter excludes a client."""
 ROUNDING = 1e-12
-"""Mean squared differences are treated as 0 up to this multiple of the mean square."""
+"""Multiple of the mean square up to which mean squared differences are treated as 0."""
 MAX_RELATIVE = 100.0
 """Maximum squared distance, relative to the typical distance, so that no distance dominates."""
 

@@ -40,7 +40,7 @@ from fedhet.settings.schema import synonym_of
 
 
 class Command(TyperCommand):
-    """Command that shows help texts for arguments, and a hint if an option names a setting."""
+    """Command that shows help for arguments, and a hint if an unknown option names a setting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -47,7 +47,7 @@ _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
 NONE = "none"
-"""Default value that the help shows for options without a default."""
+"""Placeholder in the help for options without a default value."""
 GAP = 2
 """Number of spaces between two table columns."""
 MAX_HEADER = 20

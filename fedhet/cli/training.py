@@ -1,4 +1,4 @@
-"""Training of a single run, of runs with several seeds, or of a sweep, for `run` and `sweep`.
+"""Execution of a single run, of runs with several seeds, or of a sweep, for `run` and `sweep`.
 
 The report package is imported only after training, because importing it takes time.
 """
@@ -64,7 +64,7 @@ class LabeledRun:
 
 
 def train_one(given: GivenSettings, against: str | None = None) -> None:
-    """Train one run and, if `against` is given, a baseline with that method. Show the results."""
+    """Execute one run and, if `against` is given, a baseline with that method. Show the results."""
     config = complete(given)
     directory = run_directory(config)
     baselines = _baselines(config, directory, against)
@@ -77,7 +77,7 @@ def train_one(given: GivenSettings, against: str | None = None) -> None:
 
 
 def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) -> None:
-    """Train a run per seed, each with a baseline if `against` is given, and compare the runs."""
+    """Execute a run per seed, each with a baseline if `against` is given, and compare the runs."""
     parent = run_directory(complete(by_seed[0]))
     if (parent / "config.toml").exists():
         raise StateError(f"{parent} already contains a run. Use another directory with --out.")
@@ -106,7 +106,7 @@ def train_sweep(
     out: Path,
     jobs: int,
 ) -> None:
-    """Train the runs at each point of a grid, and show the results together.
+    """Execute the runs at each point of a grid, and show the results together.
 
     Args:
         swept: Names of the swept settings.
@@ -252,7 +252,7 @@ def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
 def error_of(
     config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
 ) -> str:
-    """Train a run, and return its error message, or "" if the run succeeds.
+    """Execute a run, and return its error message, or "" if the run succeeds.
 
     `report` determines whether a report is written. The traceback of an unexpected error is printed
     instead of raised, so that later runs still execute.

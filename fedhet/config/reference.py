@@ -264,7 +264,7 @@ def summation(method: Method) -> str:
 
 
 def _summed(method: Method) -> str:
-    """Return the text for a method in the table about secure aggregation."""
+    """Return a method's entry in the table about secure aggregation."""
     rule = method.spec.sums
     if rule.unsupported:
         return f"unsupported: {rule.unsupported}"

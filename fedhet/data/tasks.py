@@ -76,7 +76,7 @@ LOSS, CLASSES, LIKELIHOOD = "loss", "classes", "likelihood"
 """Properties of tasks on which methods rely (see `Task.properties`)."""
 QUANTILE = "quantile"
 LOSSES = ("squared", "huber", "absolute", QUANTILE)
-"""Losses of regression, as in `data.loss`."""
+"""Losses for regression, as in `data.loss`."""
 Index = npt.NDArray[np.int64]
 T = TypeVar("T", "Tensor", Array)
 

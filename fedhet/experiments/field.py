@@ -44,7 +44,7 @@ SHARE = 0.9
 fraction."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
-"""Scope of ranks over all architectures."""
+"""Name of the scope that contains all cells."""
 ALPHA = 0.05
 """Significance level of the critical difference."""
 Value = float | int | str

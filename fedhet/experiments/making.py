@@ -1,4 +1,4 @@
-"""Creation of tables: trains missing runs, one by one or in parallel, and writes the results."""
+"""Creation of tables: executes missing runs, one by one or in parallel, and writes the results."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ class Wanted:
     over: Values
     """Settings that override the table's settings in all runs."""
     jobs: int = 1
-    """Number of runs to train in parallel."""
+    """Number of runs to execute in parallel."""
     keep_models: bool = False
     """Whether finished runs keep their models."""
     dry_run: bool = False
-    """Whether to list the runs without training."""
+    """Whether to list the runs without executing them."""
     latex: bool = False
     """Whether to also write LaTeX files."""
 
 
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
-    """Train the missing runs for the tables that `word` selects, and print and write the tables.
+    """Execute the missing runs for the tables that `word` selects, and print and write the tables.
 
     If `rows` is not empty, only rows whose names start with a word in `rows` are trained.
     """
@@ -115,7 +115,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
 
 
 def make_field(methods: Sequence[str], wanted: Wanted) -> None:
-    """Train the missing runs for the table of all methods, and write the table after each seed.
+    """Execute the missing runs for the table of all methods, and write the table after each seed.
 
     An empty list of methods means all methods.
     """
@@ -224,7 +224,7 @@ def raise_faults(faults: Mapping[str, str]) -> None:
 
 
 def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[str, str]:
-    """Train the unfinished runs, `wanted.jobs` in parallel, and return errors by run.
+    """Execute the unfinished runs, `wanted.jobs` in parallel, and return errors by run.
 
     Reports are not written, because writing a report can take longer than a small run; `fedhet
     report` writes them later.
@@ -266,8 +266,8 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
 
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
-    """Train or resume a run. Return an error message, or "" if it succeeded."""
-    if run.finished:  # Another process may have trained the same run.
+    """Execute or resume a run. Return an error message, or "" if it succeeded."""
+    if run.finished:  # Another process may have executed the same run.
         return ""
     fault = error_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):

@@ -16,7 +16,7 @@ EXTENDS = "fedavg"
 
 
 class FedBnSettings(fedavg.FedAvgSettings):
-    """Settings of FedBN, the same as for FedAvg."""
+    """Settings of FedBN, identical to the settings of FedAvg."""
 
     part: ClassVar[Part] = "all-but-norms"
 

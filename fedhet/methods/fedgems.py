@@ -72,7 +72,7 @@ class FedGemsSettings(MethodSettings):
 
     @property
     def teachers(self) -> Literal["weighted", "mean", "none"]:
-        """Combination of the clients' logits: `ensemble`, or the mean if `selective` is not set."""
+        """Combination of the clients' logits: `ensemble`, or "mean" if `selective` is not set."""
         return self.ensemble if self.selective else "mean"
 
 

@@ -15,7 +15,7 @@ EXTENDS = "fedavg"
 
 
 class FedPerSettings(fedavg.FedAvgSettings):
-    """Settings of FedPer, the same as for FedAvg."""
+    """Settings of FedPer, identical to the settings of FedAvg."""
 
     part: ClassVar[Part] = "extractor"
 

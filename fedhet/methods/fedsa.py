@@ -11,7 +11,7 @@ EXTENDS = "fedavg"
 
 
 class FedSaSettings(fedavg.FedAvgSettings):
-    """Settings of FedSA-LoRA, the same as for FedAvg."""
+    """Settings of FedSA-LoRA, identical to the settings of FedAvg."""
 
     part: ClassVar[Part] = "lora-a"
 

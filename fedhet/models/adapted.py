@@ -2,8 +2,8 @@
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models. NAME is a directory in
 $FEDHET_ENCODERS with `config.json` and `model.safetensors`, as saved by the library `transformers`.
-The number after `lora` is the rank r. The adapter of a layer W [P, Q] adds s B A, with B [P, r] and
-A [r, Q]. The scaling factor s is 2, or the number after `-scale`, as in
+The number after `lora` is the rank r. The adapter of a layer with weight W [P, Q] adds s B A
+to W, with B [P, r] and A [r, Q]. The scaling factor s is 2, or the number after `-scale`, as in
 `encoder-1-lora8-scale4:NAME`.
 
 The base model is frozen. It is neither sent nor saved, and a process keeps one copy per device and

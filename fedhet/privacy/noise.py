@@ -93,7 +93,7 @@ class SecretNoise:
     def _gaussians(self, count: int, device: torch.device) -> Tensor:
         """Draw independent standard Gaussians [count] in float64 (Box and Muller 1958).
 
-        The radius uses 63 random bits and the angle 64. The tail thus extends to 9.4 standard
+        The radius uses 63 random bits, and the angle uses 64. The tail thus extends to 9.4 standard
         deviations, beyond which the probability is 2**-63.
         """
         pairs = (count + 1) // 2

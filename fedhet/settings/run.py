@@ -271,7 +271,7 @@ class ModelSettings(Schema):
 
 
 class TrainingSettings(Schema):
-    """Settings for local training. A server that trains a model uses them as well.
+    """Settings for local training. A server that trains a model also uses these settings.
 
     The first four settings accept a list of values. Each client uses the values that `training_of`
     assigns to it, and the server uses the first value in each list.
