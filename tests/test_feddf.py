@@ -31,7 +31,7 @@ class Slow:
 
     def __init__(self, server, replies):
         self.run, members = server.strategy.run, server.strategy.members
-        info = server.strategy.task
+        info = server.strategy.reference_client
         self.task = info.shape, info.classes
         self.x = RunData.of(self.run).public_set(info.kind, info.shape, None).x.double()
         self.clients = [

@@ -299,7 +299,7 @@ def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, wei
     server = Server(fedgen(clients=3, **changes, **spaces), tmp_path)
     clients, classes = (
         [client_of(proxy) for proxy, _ in server.ask(1)],
-        server.strategy.task.classes,
+        server.strategy.reference_client.classes,
     )
     counts = np.array([[int((c.y == k).sum()) for k in range(classes)] for c in clients])
     assert (counts.sum(0) == 0).any(), "a class that no client has"

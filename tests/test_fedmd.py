@@ -136,7 +136,7 @@ def test_the_last_consensus_is_learned_before_the_evaluation_and_saved(tmp_path,
     rounds = [client.state.participations for client in all_clients]
     assert 0 in rounds
     assert len(set(rounds)) > 1
-    instruction = server.strategy.eval_instruction(2, server.strategy.task)
+    instruction = server.strategy.eval_instruction(2, server.strategy.reference_client)
     server.close(2)
     for client, start, number in zip(all_clients, before, rounds, strict=True):
         assert client.state.participations == number + (number > 0)

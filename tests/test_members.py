@@ -428,7 +428,7 @@ def test_a_late_client_with_another_model_is_left_out_where_all_have_one(method,
         assert record.failed == {}
         server.close(number)
         server.manager.register(late)
-    assert server.strategy.task.model == config.run.models.pool[0]
+    assert server.strategy.reference_client.model == config.run.models.pool[0]
 
 
 def test_too_few_clients_do_not_start(tmp_path):

@@ -1,9 +1,9 @@
 """Base class for strategies: a Flower strategy that calls the hooks of a method.
 
-In a round, the strategy calls `select` and `instruct`. For each reply, it then decodes the message,
-checks it against the contract, simulates the configured attack (if any), checks the magnitude,
-applies robust aggregation, and calls `accept`. Finally, it calls `aggregate` and evaluates the
-models.
+In a round, the strategy calls `select` and `instruct`. It then decodes the replies, checks them
+against the contract, passes them through the steps of `fedhet.server.steps` (such as simulated
+attacks and robust aggregation), and calls `accept` for each remaining reply. Finally, it calls
+`aggregate` and evaluates the models.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class HetStrategy(Strategy):
             remember=pace.may_be_late and spec.late != "refused",
             max_age=pace.max_age,
             encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
-            per_target=self.learning_task.outputs(1),
+            per_target=self.task.outputs(1),
         )
         replies, self._unmasking = spec.replies, None
         if self.run.privacy.secure_aggregation:
@@ -267,28 +267,28 @@ class HetStrategy(Strategy):
     # Helpers that methods may call.
 
     @property
-    def task(self) -> ClientInfo:
-        """The client whose sample shape and classes define the task."""
+    def reference_client(self) -> ClientInfo:
+        """Client with the sample shape and the classes of the server's models and data."""
         return first_of_pool(self.members.values(), self.run.models.pool)
 
     @property
-    def learning_task(self) -> Task:
+    def task(self) -> Task:
         """Task of the run (losses and predictions), without the scale of its targets."""
         return task_for(self.run.data)
 
     def build_model(self, name: str = "", feature_dim: int | None = None) -> HetModel:
-        """Build a new network for the task.
+        """Build a new network with the inputs and outputs of the clients' models.
 
         Args:
-            name: Name of the model, or "" for the task's architecture.
+            name: Name of the model, or "" for the architecture of the reference client.
             feature_dim: Width of the features before the head, or None for the model's default.
         """
-        task, seed = self.task, self.run.seed
+        client, seed = self.reference_client, self.run.seed
         return build(
-            name or task.model,
-            task.shape,
-            task.classes,
-            kind=task.kind,
+            name or client.model,
+            client.shape,
+            client.classes,
+            kind=client.kind,
             seed=seed,
             feature_dim=feature_dim,
         )
@@ -303,13 +303,14 @@ class HetStrategy(Strategy):
             DataError: If the public set does not match the task.
             SettingsError: If `labeled` is set and the public set has no labels.
         """
-        task = self.task
-        classes = task.classes if labeled else None
-        return self.data.public_set(task.kind, task.shape, classes, task.order)
+        client = self.reference_client
+        classes = client.classes if labeled else None
+        return self.data.public_set(client.kind, client.shape, classes, client.order)
 
     def common_test(self) -> Split | None:
         """Return the scaled common test set, or None if no such set exists for the task."""
-        return self.data.common_test_of(self.task.kind, self.task.shape, self.task.order)
+        client = self.reference_client
+        return self.data.common_test_of(client.kind, client.shape, client.order)
 
     # Flower's interface, in the order of a round.
 
@@ -326,7 +327,7 @@ class HetStrategy(Strategy):
         infos = [member.info for member in all_members.values()]
         # If the server can read the names of classes or targets, the names label their metrics.
         class_names: Sequence[str] = ()
-        num_labels = infos[0].classes // self.learning_task.outputs(1)
+        num_labels = infos[0].classes // self.task.outputs(1)
         has_labels = not all(map(is_shown, measured_names(self.run.metrics, num_labels)))
         if has_labels and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
@@ -337,7 +338,7 @@ class HetStrategy(Strategy):
         if self._held_out.notice:
             self.log.notice(self._held_out.notice)
         self.state.scores.mark_outdated(self.members)
-        self.spec.check_model(self.settings, self.task)
+        self.spec.check_model(self.settings, self.reference_client)
         # Use as many threads as the clients, because the number of threads affects floating-point
         # sums.
         torch.set_num_threads(self.run.engine.threads)

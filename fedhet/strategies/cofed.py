@@ -43,7 +43,7 @@ class CofedStrategy(HetStrategy):
         self.instances = len(self.public_set(labeled=False))
         self.votes: dict[str, Vote] = {}
         """Latest vote of each participant."""
-        self.pseudolabeled = aggregate([], self.task.classes, self.settings.threshold)
+        self.pseudolabeled = aggregate([], self.reference_client.classes, self.settings.threshold)
         """Mask [C, N] of the pseudolabeled sets; row k is P_k."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
@@ -67,7 +67,11 @@ class CofedStrategy(HetStrategy):
         predict = {"predict": round <= self.settings.iterations}
         if client.name not in self.votes:
             return Knowledge(scalars=predict)
-        labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
+        labels = np.full(
+            self.instances,
+            self.reference_client.classes,
+            smallest_uint(self.reference_client.classes + 1),
+        )
         instances, classes = labels_in_space(self.pseudolabeled, self.votes[client.name].space)
         labels[instances] = classes
         return Knowledge({"labels": labels}, predict)
@@ -126,7 +130,9 @@ class CofedStrategy(HetStrategy):
 
     def _count_votes(self) -> None:
         votes = [self.votes[name] for name in sorted(self.votes)]
-        self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
+        self.pseudolabeled = aggregate(
+            votes, self.reference_client.classes, self.settings.threshold
+        )
 
     def _metrics(self) -> dict[str, float]:
         """Return the numbers of pseudolabels (total, per class, and per client) and of conflicts.
@@ -142,6 +148,8 @@ class CofedStrategy(HetStrategy):
             "conflicts": float(np.mean([count_conflicts(self.pseudolabeled, s) for s in spaces])),
         }
         if self.settings.margin:
-            abstentions = [vote.predictions == self.task.classes for vote in self.votes.values()]
+            abstentions = [
+                vote.predictions == self.reference_client.classes for vote in self.votes.values()
+            ]
             metrics["abstained"] = float(np.mean(abstentions))
         return metrics | {f"class_{k}": float(size) for k, size in enumerate(sizes)}

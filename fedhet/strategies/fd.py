@@ -60,4 +60,4 @@ class FdStrategy(FedHeStrategy):
         super()._build_instruction()
         latest = [self.latest[name] for name in sorted(self.latest)]
         parts = [(tensors["classes"], tensors["probabilities"]) for tensors in latest]
-        self._totals = sum_by_class(parts, self.task.classes)
+        self._totals = sum_by_class(parts, self.reference_client.classes)

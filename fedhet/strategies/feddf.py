@@ -61,7 +61,7 @@ class FedDfStrategy(HetStrategy):
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
         self.x = self.compute.to_device(public.x)
-        self.divergence = self.learning_task.divergence()
+        self.divergence = self.task.divergence()
         """Distillation loss, which maps the logits (teacher [N, C], student [N, C]) to a scalar."""
         self._set_models({})
         self._networks: dict[str, HetModel] = {}

@@ -46,14 +46,14 @@ class FedGemsStrategy(HetStrategy):
 
     def init(self) -> None:
         """Build the server model and an empty pool of global logits."""
-        self.selection = selection_for(self.settings, self.learning_task)
+        self.selection = selection_for(self.settings, self.task)
         public = self.public_set(labeled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
         compute = self.learner.compute
         self.x, self.y = compute.to_device(public.x), public.y.to(compute.device)
-        self.pool = Targets.none(len(self.y), self.task.classes, compute.device)
+        self.pool = Targets.none(len(self.y), self.reference_client.classes, compute.device)
         """L_Global: logits of each sample from its last correct prediction."""
         self.logits = self.learner.predict(self.x)
         """L_s [N, C]: logits from the self-evaluation before the current round."""
@@ -102,7 +102,7 @@ class FedGemsStrategy(HetStrategy):
         weighted = self.settings.teachers == "weighted"
         labels = self.y.cpu()[rows]
         requested = fuse(logits, labels, self.selection) if weighted else fuse_all(logits)
-        targets = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
+        targets = Targets.none(len(self.y), self.reference_client.classes, torch.device("cpu"))
         targets.keep(rows, requested.logits, requested.known)
         fused = Targets(targets.logits.to(self.x.device), targets.known.to(self.x.device))
         before, asked = self.logits, float(self.wanted.sum())

@@ -39,7 +39,7 @@ class FedGenStrategy(FedAvgStrategy):
 
     def init(self) -> None:
         """Build a new head and an untrained generator, which is not sent before training."""
-        settings, classes = self.settings, self.task.classes
+        settings, classes = self.settings, self.reference_client.classes
         with seeded(self.run.seed, SERVER, "generator"):
             self.generator = Generator(
                 classes, settings.noise_dim, settings.hidden_dim, settings.feature_dim
@@ -110,7 +110,7 @@ class FedGenStrategy(FedAvgStrategy):
 
     def _counts(self, replies: Sequence[Reply]) -> Array:
         """Return the clients' class counts [K, C], or ones if no client sends counts."""
-        counts = np.zeros((len(replies), self.task.classes))
+        counts = np.zeros((len(replies), self.reference_client.classes))
         for row, reply in zip(counts, replies, strict=True):
             sent = reply.knowledge.tensors
             if self.settings.sends_counts and "classes" in sent:

@@ -42,7 +42,7 @@ class FedGktStrategy(HetStrategy):
     def init(self) -> None:
         """Build the server model."""
         name, width = self.settings.server_model, self.settings.feature_dim
-        model = build(name, (width,), self.task.classes, seed=self.run.seed)
+        model = build(name, (width,), self.reference_client.classes, seed=self.run.seed)
         self.learner = Learner(model, self.run)
         self.logits: dict[str, Array] = {}
         """Server logits for each client's samples, from the client's last round."""

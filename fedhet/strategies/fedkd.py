@@ -57,7 +57,7 @@ class FedKdStrategy(FedAvgStrategy):
         settings, mentee = self.settings, self.averaged["weights"]
         energy = energy_kept(round, self.run.rounds, settings.energy_start, settings.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
-        shapes = self.sizes(self.task).models["update"]
+        shapes = self.sizes(self.reference_client).models["update"]
         self._set_averages({"weights": add_update(mentee, unpacked(sent, shapes))})
         # Exclude late clients, because the update does not apply to their older mentee.
         self._set_update(round, sent, [reply.client.name for reply in replies if not reply.age])

@@ -38,9 +38,9 @@ class FedMdStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start with an empty consensus and no requested public samples."""
-        self._exchanged: ScoreKind = self.settings.exchanged_in(self.learning_task)
+        self._exchanged: ScoreKind = self.settings.exchanged_in(self.task)
         """Kind of scores, which is also the name of the message field."""
-        self._unused = self.settings.unused_in(self.learning_task)
+        self._unused = self.settings.unused_in(self.task)
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")

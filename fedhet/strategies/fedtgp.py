@@ -44,7 +44,9 @@ class FedTgpStrategy(HetStrategy):
     def init(self) -> None:
         """Initialize the prototypes. They are sent only after training."""
         with seeded(self.run.seed, SERVER, "prototypes"):
-            self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
+            self.model = TrainablePrototypes(
+                self.reference_client.classes, self.settings.feature_dim
+            )
         self._set_known(np.zeros(0, np.int64))
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:

@@ -42,7 +42,9 @@ class VeloStrategy(FeloStrategy):
         settings = self.settings
         width = settings.feature_dim
         with seeded(self.run.seed, SERVER, "cvae"):
-            self.cvae = Cvae(width, self.task.classes, settings.latent_dim, settings.hidden_dim)
+            self.cvae = Cvae(
+                width, self.reference_client.classes, settings.latent_dim, settings.hidden_dim
+            )
         self.features = np.zeros((0, width), np.float32)
         """Feature dataset [N, D] of the server, in order of arrival."""
         self.labels = np.zeros(0, np.int64)
