@@ -18,9 +18,9 @@ class FedSaStrategy(FedAvgStrategy):
 
     def init(self) -> None:
         """Build a new model, and log a notice if it has no adapters."""
-        if not is_adapted(self.reference_client.model):
+        if not is_adapted(model := self.reference_client.model):
             self.log.notice(
-                f"model {self.reference_client.model} has no adapters, so fedsa averages its extractor "
-                "like fedper; models with adapters have names such as encoder-1-lora8:NAME"
+                f"model {model} has no adapters, so fedsa averages its extractor like fedper; "
+                "models with adapters have names such as encoder-1-lora8:NAME"
             )
         super().init()
