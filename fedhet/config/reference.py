@@ -57,8 +57,8 @@ LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with pri
 SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
     "averaged": "averaged, with a weight that depends on its age",
-    "kept": "used unchanged: it is the client's own model, or its own class means",
-    "refused": "discarded, without a penalty: it belongs to the public samples of an earlier round",
+    "kept": "used unchanged, because it is the client's own model or class means",
+    "refused": "discarded without a penalty, because its public samples are from an earlier round",
 }
 PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
 

@@ -58,8 +58,8 @@ class CofedSettings(MethodSettings):
     )
     search: Literal["none", "grid"] = Field(
         "none",
-        description="hyperparameter search of each participant on held-out data, with the values "
-        "of the following settings (Section 5.2)",
+        description="each participant's hyperparameter search on held-out data, with the values of "
+        "the following settings (Section 5.2)",
     )
     search_optimizers: Optimizers = Field(
         ("adam", "sgd"), description="optimizers to try with search = grid"
@@ -74,8 +74,8 @@ class CofedSettings(MethodSettings):
     )
     search_updates: Factors = Field(
         (0.1, 2.0),
-        description="factors to try with search = grid: ratio of the learning rates of update "
-        "training and local training",
+        description="ratios to try with search = grid: learning rate of update training, divided "
+        "by that of local training",
     )
     search_share: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="fraction of the training data held out with search = grid"
@@ -96,7 +96,7 @@ def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tupl
 
 
 SPEC = MethodSpec(
-    title="pseudolabels for public data by a vote of the clients; any models and label spaces",
+    title="clients' vote on pseudolabels for public data; any models and label spaces",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
     headline="common",
     only_tasks="its clients vote on classes",
@@ -104,7 +104,7 @@ SPEC = MethodSpec(
     kinds=("private", "local"),
     needs_public=True,
     any_model="loss",
-    robustness="nothing is averaged, and a vote needs a fraction 'cofed.threshold' of the clients",
+    robustness="the method averages no replies, and votes have a threshold ('cofed.threshold')",
     instructions=Contract(
         (
             ScalarField("predict", bool, "whether to predict the public set after training"),
@@ -133,7 +133,7 @@ SPEC = MethodSpec(
     metrics={
         "pseudolabels": "total number of pseudolabels",
         "received": "pseudolabels per client",
-        "conflicts": "samples with several pseudolabels per client",
+        "conflicts": "samples with several pseudolabels, averaged over clients",
         "abstained": "fraction of abstentions",
     },
     privacy=replace(

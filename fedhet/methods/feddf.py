@@ -19,7 +19,7 @@ class FedDfSettings(FedAvgSettings):
         5,
         description="distillation epochs on the public data, per round; 0 = no distillation",
     )
-    lr: Positive = Field(1e-3, description="learning rate of the distillation (Adam)")
+    lr: Positive = Field(1e-3, description="distillation learning rate (Adam)")
     batch_size: Count = Field(128, description="distillation batch size")
 
 

@@ -48,9 +48,9 @@ class FedGemsSettings(MethodSettings):
     )
     tolerance: Positive = Field(
         0.25,
-        description="regression, multi-label: maximum error of a correct prediction; 0.25 is a "
-        "difference of half a standard deviation (regression: squared error), or a probability "
-        "of 0.78 for each true label (multi-label: cross-entropy)",
+        description="regression, multi-label: maximum error (squared error, cross-entropy) of a "
+        "correct prediction; 0.25 is a difference of half a standard deviation, or a probability "
+        "of 0.78 for each true label",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"

@@ -32,20 +32,20 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="weights of the clients in the ensemble: in proportion to samples per class "
+        description="weights of the clients in the ensemble: in proportion to their class counts "
         "(labels), or equal (clients)",
     )
     prior: Literal["counts", "uniform"] = Field(
         "counts",
-        description="probabilities of the generated classes: in proportion to the clients' numbers "
-        "of samples (counts), or uniform over the clients' classes",
+        description="probabilities of the generated classes: in proportion to the clients' class "
+        "counts (counts), or uniform over the clients' classes",
     )
     noise_dim: Count = Field(32, description="dimension of the generator's noise")
     hidden_dim: Count = Field(128, description="width of the generator's hidden layer")
     server_steps: Count = Field(50, description="training steps of the generator, per round")
     server_batch_size: Count = Field(128, description="number of features generated in each step")
     generator_lr: Positive = Field(3e-4, description="learning rate of the generator (Adam)")
-    diversity: NonNegative = Field(1.0, description="weight of the diversity loss of the generator")
+    diversity: NonNegative = Field(1.0, description="weight of the generator's diversity loss")
 
     @property
     def sends_counts(self) -> bool:
@@ -110,9 +110,9 @@ SPEC = replace(
         "agreement": "fraction of generated features that the ensemble classifies correctly",
     },
     privacy=Protection(
-        "DP-SGD; clients send the resulting heads, but not the number of samples per class",
+        "DP-SGD; clients send the resulting heads, but not their class counts",
         needs={"weighting": ("clients",), "prior": ("uniform",)},
-        reason="with other values, clients would send their numbers of samples per class",
+        reason="with other values, clients would send their class counts",
     ),
     sums=Sums(unsupported="the server trains with the heads of individual clients"),
 )

@@ -84,8 +84,8 @@ SPEC = replace(
         )
     ),
     metrics={
-        "sent_up": "values that a client sends, relative to the mentee's size",
-        "sent_down": "values that the server sends, relative to the mentee's size",
+        "sent_up": "number of values that a client sends, relative to the mentee's size",
+        "sent_down": "number of values that the server sends, relative to the mentee's size",
         "intensity": "distillation intensity: reciprocal of the sum of both task losses",
     },
     privacy=replace(

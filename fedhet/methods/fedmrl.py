@@ -29,8 +29,8 @@ class FedMrlSettings(fedavg.FedAvgSettings):
         32,
         description="width d1 of the shared model's features",
     )
-    shared_weight: NonNegative = Field(1.0, description="weight m^G of the loss of the shared head")
-    own_weight: NonNegative = Field(1.0, description="weight m^F of the loss of the local head")
+    shared_weight: NonNegative = Field(1.0, description="weight m^G of the shared head's loss")
+    own_weight: NonNegative = Field(1.0, description="weight m^F of the local head's loss")
 
     @property
     def width(self) -> int:

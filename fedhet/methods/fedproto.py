@@ -30,7 +30,7 @@ class FedProtoSettings(PrototypeSettings):
     )
     weighting: Literal["samples", "clients"] = Field(
         "samples",
-        description="weights of the clients in a prototype: in proportion to samples of the class, "
+        description="weights of the clients in a prototype: in proportion to their class counts, "
         "or equal",
     )
 

@@ -51,7 +51,7 @@ class FedTypeSettings(MethodSettings):
     )
     labels: Literal["own", "all"] = Field(
         "own",
-        description="labels that a set may contain: only the labels in the client's data "
+        description="labels that a set may contain: the labels in the client's data "
         "(own), or all labels",
     )
     mode: Literal["training", "evaluation"] = Field(
@@ -84,7 +84,7 @@ class FedTypeSettings(MethodSettings):
         description="number of ranks without RAPS penalty; auto = 1 (10 labels) to 5 (100 labels)",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="maximum fraction of the sets without the true label (theta)"
+        0.1, description="maximum fraction of sets that lack the true label (theta)"
     )
     u: Literal["random"] | Share = Field(
         "random", description="RAPS randomization factor u: random, or a constant from 0 to 1"
@@ -100,14 +100,14 @@ class FedTypeSettings(MethodSettings):
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="with calibrate-on = held: fraction of a client's samples that is held out"
     )
-    prox_mu: NonNegative = Field(0.01, description="weight of the proximal term, with FedProx")
+    prox_mu: NonNegative = Field(0.01, description="with FedProx: weight of the proximal term")
     moreau_lambda: Positive = Field(
-        15.0, description="strength of the Moreau envelope, with pFedMe"
+        15.0, description="with pFedMe: strength of the Moreau envelope"
     )
-    moreau_rate: Positive = Field(0.005, description="learning rate of the local copy, with pFedMe")
-    moreau_steps: Count = Field(5, description="steps on the proxy per batch, with pFedMe")
+    moreau_rate: Positive = Field(0.005, description="with pFedMe: learning rate of the local copy")
+    moreau_steps: Count = Field(5, description="with pFedMe: steps on the proxy per batch")
     bayes_zeta: NonNegative = Field(
-        1e-4, description="weight of the divergence from the server's proxy, with pFedBayes"
+        1e-4, description="with pFedBayes: weight of the divergence from the server's proxy"
     )
 
 

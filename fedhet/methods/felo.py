@@ -25,8 +25,7 @@ class FeloSettings(MethodSettings):
 
     weighting: Literal["clients", "samples"] = Field(
         "clients",
-        description="weights of the clients in a class mean: equal, or in proportion to numbers of "
-        "samples",
+        description="weights of the clients in a class mean: equal, or by number of samples",
     )
     feature_dim: Count = Field(64, description="width D of the features that clients send")
     alpha: NonNegative = Field(

@@ -24,13 +24,12 @@ class HeteroFlSettings(FedAvgSettings):
 
     levels: Annotated[tuple[Level, ...], Listed, Field(min_length=1)] = Field(
         ("a", "b", "c"),
-        description="levels, assigned in turn to the clients; a to e have 1, 1/2, 1/4, 1/8, "
+        description="levels, assigned to the clients in turn; a to e have 1, 1/2, 1/4, 1/8, and "
         "1/16 of the channels",
     )
     weighting: Literal["clients", "samples"] = Field(
         "clients",
-        description="weights of the clients in averages: equal, or in proportion to numbers of "
-        "samples",
+        description="weights of the clients in averages: equal, or by number of samples",
     )
     scaler: bool = Field(
         True,

@@ -27,7 +27,7 @@ class UmPfsslSettings(MethodSettings):
     )
     warm_up: CountOrNone = Field(
         20,
-        description="epochs of the warm-up of all clients on labeled data, before round t = 1",
+        description="warm-up epochs of all clients on labeled data, before round t = 1",
     )
     warm_up_steps: CountOrNone = Field(
         0, description="minimum number of optimizer steps in the warm-up; 0 = no minimum"
@@ -155,7 +155,7 @@ SPEC = MethodSpec(
     metrics={
         "replaced": "helpers replaced",
         "relation": "mean relation of the helpers",
-        "models_sent": "models sent to clients",
+        "models_sent": "number of models sent to clients",
     },
     privacy=Protection(
         unsupported="helpers are selected by metrics computed on the client's samples"

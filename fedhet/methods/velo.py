@@ -22,8 +22,8 @@ class VeloSettings(felo.FeloSettings):
     )
     min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
-        description="minimum fraction of synthetic features nearest to their class mean; if the "
-        "fraction is lower, the server sends class means",
+        description="minimum fraction of synthetic features closest to the mean of their class; "
+        "if the fraction is lower, the server sends class means",
     )
     memory: Count = Field(
         20,
@@ -68,7 +68,7 @@ SPEC = replace(
         **felo.SPEC.metrics,
         "features_kept": "number of features stored by the server",
         "cvae_loss": "loss of the CVAE",
-        "separation": "fraction of the CVAE's features that are nearest to their class mean",
+        "separation": "fraction of the CVAE's features that are closest to the mean of their class",
     },
     sums=Sums(unsupported="the server trains on the class means of individual clients"),
 )
