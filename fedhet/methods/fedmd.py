@@ -66,8 +66,8 @@ class SoftLabelSettings(ConsensusSettings):
 
     public_epochs: CountOrNone = Field(
         0,
-        description="client epochs on labeled public data before round 1; 0 = no epochs, so no "
-        "labels are needed",
+        description="client epochs on labeled public data before round 1; 0 = no epochs (no "
+        "labels needed)",
     )
 
 
@@ -76,8 +76,8 @@ class FedMdSettings(DigestSettings):
 
     public_epochs: CountOrNone = Field(
         10,
-        description="client epochs on labeled public data before round 1; 0 = no epochs, so no "
-        "labels are needed",
+        description="client epochs on labeled public data before round 1; 0 = no epochs (no "
+        "labels needed)",
     )
     loss: DigestLoss = Field(
         "mae",

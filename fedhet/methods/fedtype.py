@@ -98,7 +98,7 @@ class FedTypeSettings(MethodSettings):
         description="calibration data: training data, or held-out samples (Section 4.1)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="with calibrate-on = held: fraction of a client's samples that is held out"
+        0.1, description="with calibrate-on = held: held-out fraction of a client's samples"
     )
     prox_mu: NonNegative = Field(0.01, description="with FedProx: weight of the proximal term")
     moreau_lambda: Positive = Field(

@@ -18,7 +18,7 @@ class VeloSettings(felo.FeloSettings):
 
     interval: Count = Field(1, description="interval between trainings of the CVAE, in rounds")
     samples_per_class: Count = Field(
-        1, description="number S of synthetic features per class that are sent in each round"
+        1, description="number S of synthetic features sent per class and round"
     )
     min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
