@@ -59,7 +59,7 @@ def imported_by(*words, **environment):
         (["methods", "felo"], 0, "felo.share-weights"),
         (["presets"], 0, "felo-cifar10"),
         (["settings"], 0, "engine.round-timeout"),
-        (["table"], 0, "clients, by architectures and by split"),
+        (["table"], 0, "architectures and by partition"),
         (["run", "felo", "--set", "lrr=1"], 2, "did you mean 'training.lr'?"),
         (["run", "felo", "--set", "lr=-1"], 2, "'training.lr': expected number > 0"),
         (["run", "felo", "--set", "felo.alpha=-1"], 2, "'felo.alpha': expected number >= 0"),
