@@ -250,7 +250,7 @@ def test_what_cannot_be_adapted_is_refused(home, tmp_path, monkeypatch):
         models.build("encoder-1-lora2:siglip", (3, 8, 8), 3, seed=0)
     mixing = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 64}
     transformers.FNetModel(transformers.FNetConfig(**mixing)).save_pretrained(tmp_path / "fnet")
-    with pytest.raises(ModelError, match=r"found no linear layer named .*q_lin"):
+    with pytest.raises(ModelError, match=r"expected a linear layer named .*q_lin"):
         models.build("encoder-1-lora2:fnet", TEXT, 3, seed=0)
     config = json.loads((home / "bert" / "config.json").read_text())
     (tmp_path / "empty").mkdir()

@@ -327,11 +327,11 @@ def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
         resolve({"method": method, "models.pool": ["mlp", "sk-svm"]})
     name = own("nearest3", NEAREST_MEAN, "nearest_mean")
     with pytest.raises(
-        ModelError, match=f"model '{name}': a model without gradients is unsupported"
+        ModelError, match=f"model '{name}': this method or loss does not support models without"
     ):
         check(resolve({"method": method, "models.pool": ["mlp", name]}))
     with pytest.raises(
-        ModelError, match="model 'sk-svm': a model without gradients is unsupported"
+        ModelError, match="model 'sk-svm': this method or loss does not support models without"
     ):
         models.build("sk-svm", (4,), 2, seed=0)
     check(resolve({"method": "local", "models.pool": ["mlp", "sk-svm", name]}))

@@ -130,7 +130,7 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     assert found.to_target(found.groups[0], "bytes").mean == cost
     assert found.to_target(found.groups[1], "bytes").n == 0
     assert any(
-        "Not evaluated under common server, and therefore last: felo" in note
+        "Last, because their server models were not evaluated on the common test set: felo" in note
         for note in found.notes
     )
     assert compare(runs).headline == ("common", "private")
@@ -170,7 +170,7 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
     for words in (
         "different datasets are not comparable: digits, mnist.",
         "The runs have different numbers of rounds: 3, 5.",
-        "Not evaluated under common private, and therefore last: fedtype.",
+        "Last, because their private models were not evaluated on the common test set: fedtype.",
         "d: unfinished, 5 of 9 rounds; its last round is shown",
         "e: unfinished, 5 of 5 rounds; skipped",
         f"skipped: {tmp_path / 'f' / 'metrics.jsonl'} not found",

@@ -32,7 +32,7 @@ def test_lines_say_what_the_start_waits_for(tmp_path):
     run(small(rounds=1), tmp_path / "run", [line_display(console)])
     lines = console.export_text().splitlines()
     assert lines[:2] == [
-        "reading digits and splitting it between the clients",
+        "reading digits and splitting it among the clients",
         "waiting for 4 clients to load data and build models",
     ]
 

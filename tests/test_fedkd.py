@@ -260,7 +260,7 @@ def test_a_client_whose_state_was_lost_refuses_the_change_and_is_sent_the_mentee
     server.strategy.aggregate_fit(2, answers, [])
     failed = server.strategy.state.record.failed
     assert list(failed) == ["client-1"]
-    assert "expected an update of the mentee of round none, got 1" in failed["client-1"]
+    assert "expected an update of the mentee of round none, got round 1" in failed["client-1"]
     answers = server.answers(server.ask(3))
     server.strategy.aggregate_fit(3, answers, [])
     assert not server.strategy.state.record.failed

@@ -425,7 +425,7 @@ def test_a_list_of_survivors_is_kept_if_the_ledger_loses_its_last_line(tmp_path)
     ledger.write_text("".join(lines[:-1]))
     size = kit.masked("site-00", Knowledge()).tensors[f"{SHARES}/0"].shape[1]
     request = {"run": "run", "round": 1, "survivors": {"0": kit.names[:4]}}
-    with pytest.raises(MaskingError, match="already answered with its shares"):
+    with pytest.raises(MaskingError, match="already sent its shares"):
         kit.site("site-00").revealed({REVEAL: json.dumps(request), f"{SHARES}/0": bytes(4 * size)})
 
 
@@ -454,7 +454,7 @@ def test_a_ledger_from_a_backup_never_leads_to_a_second_answer(tmp_path, kept):
                 kit.masked_with("site-00", changed, weights_of(rng), number)
         told = {"run": "run", "round": number, "survivors": {"0": kit.names[:4]}}
         boxes = {f"{SHARES}/0": bytes(4 * BOX_BYTES)}
-        with pytest.raises(MaskingError, match=r"already answered|no masked reply"):
+        with pytest.raises(MaskingError, match=r"already sent|no masked reply"):
             kit.sites["site-00"].revealed({REVEAL: json.dumps(told), **boxes})
     kit.state.start(6)
     assert kit.sums(of_all(rng, kit.names), 6), "the site takes part in later rounds"
@@ -694,12 +694,12 @@ def test_cohorts_that_break_the_rules_are_refused(tmp_path):
         with pytest.raises(MaskingError, match=match):
             kit.masked_with("site-00", {REQUEST: json.dumps(request)}, sent)
 
-    refused([*names, "stranger"], "expected sites of the peers file, got stranger")
+    refused([*names, "stranger"], "expected sites in the peers file, got stranger")
     refused(names[1:], "expected a list that includes this site, site-00")
     refused(names[:2], "expected at least 3 sites, got 2")
-    refused(names[::-1], "sorted list of different names")
-    refused([*names, names[-1]], "sorted list of different names")
-    refused("all", "sorted list of different names")
+    refused(names[::-1], "sorted list of distinct names")
+    refused([*names, names[-1]], "sorted list of distinct names")
+    refused("all", "sorted list of distinct names")
     refused(names, "nonce", nonce="00" * 15)
     refused(names, "nonce", nonce=3)
     refused(names, "cohorts of this run", cohorts={"1": names})
@@ -1082,7 +1082,7 @@ def test_the_ledger_alone_refuses_a_second_request(tmp_path):
     ledger, written = Ledger(tmp_path, "site-00"), []
     assert ledger.commit("run", 1, "shares", "aa", lambda: written.append(1))
     assert not ledger.commit("run", 1, "shares", "aa", lambda: written.append(2))
-    with pytest.raises(MaskingError, match="already answered with its shares"):
+    with pytest.raises(MaskingError, match="already sent its shares"):
         ledger.commit("run", 1, "shares", "bb", lambda: written.append(3))
     assert ledger.commit("run", 2, "shares", "bb", lambda: None), "another round"
     assert written == [1]

@@ -172,6 +172,6 @@ def test_who_does_not_fit_even_alone_fails_and_the_others_go_on(
     assert status == 0, fault
     for record in records(tmp_path / "run"):
         assert list(record["failed"]) == ["client-0"]
-        assert "does not fit into the GPU's memory, even without other clients (CUDA out of" in str(
+        assert "does not fit in GPU memory, even without other clients (CUDA out of" in str(
             record["failed"]
         )

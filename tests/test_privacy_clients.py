@@ -758,7 +758,7 @@ def test_a_private_run_says_that_runs_without_privacy_came_before_it(tmp_path, c
     said = [each for each in caplog.messages if "no privacy guarantee" in each]
     assert len(said) == 1
     assert "client-1: run second has no privacy guarantee" in said[0]
-    assert "used data of this site: run." in said[0]
+    assert "used this site's data: run." in said[0]
     rows = json.loads(call("privacy", str(tmp_path), "--json")[1])
     found = [(r["run"], r["epsilon"] is None, r["guarantee"]) for r in rows]
     assert found == [("run", True, False), ("second", False, False), ("all", True, False)]

@@ -435,7 +435,7 @@ def test_a_site_warns_of_runs_without_privacy_that_split_its_data_otherwise(tmp_
     said = [each for each in caplog.messages if "no privacy guarantee" in each]
     assert len(said) == 1
     assert "site-a: run private has no privacy guarantee" in said[0]
-    assert "used data of this site: open." in said[0]
+    assert "used this site's data: open." in said[0]
 
 
 @pytest.mark.parametrize("method", ["fedmd", "cofed"])

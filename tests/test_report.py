@@ -419,7 +419,7 @@ def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
     assert (
         "common: on the test set common to all clients; private: the client's private model" in text
     )
-    assert "global: the server's global model, one for each architecture; tail: mean" in text
+    assert "global: the server's global models, one for each architecture; tail: mean" in text
     assert "personal:" not in text
 
 

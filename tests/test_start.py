@@ -261,8 +261,8 @@ def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
         ({"engine__ray_address": "auto"}, "'engine.ray-address' is set"),
         ({"engine__cpus_per_client": 2.0}, "'engine.cpus-per-client' is set"),
         ({"engine__gpus_per_client": 0.5}, "'engine.gpus-per-client' is set"),
-        ({"pace__min_replies": 0.5}, "rounds close by this machine's clock"),
-        ({"pace__stragglers": 0.5}, "rounds close by this machine's clock"),
+        ({"pace__min_replies": 0.5}, "rounds are timed with this machine's clock"),
+        ({"pace__stragglers": 0.5}, "rounds are timed with this machine's clock"),
     ],
 )
 def test_what_needs_ray_chooses_it(settings, reason):

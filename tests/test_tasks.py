@@ -493,7 +493,9 @@ def test_the_default_target_of_r2_is_reached_by_all_runs(trained):
 def test_runs_of_different_tasks_are_not_compared_by_default(trained, tmp_path):
     run(small("local", clients=2, rounds=1, models="mlp"), tmp_path / "classes")
     both = [tmp_path / "classes", trained / "runs"]
-    with pytest.raises(SettingsError, match="expected runs with one headline metric, got accuracy"):
+    with pytest.raises(
+        SettingsError, match="expected runs with the same headline metric, got accuracy"
+    ):
         report.compare(both)
     assert report.compare(both, metric="rmse").metric.name == "rmse"
 

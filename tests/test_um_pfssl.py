@@ -488,7 +488,7 @@ def test_a_list_that_cannot_be_is_ignored(tmp_path, numbers, fault):
     assert [
         text
         for text in notices
-        if "client client-2: the helper list is unchanged" in text and fault in text
+        if "client client-2: the previous helper list is kept" in text and fault in text
     ]
 
 

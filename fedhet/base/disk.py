@@ -135,8 +135,7 @@ def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise SettingsError(
-            f"{path}: home directory not found, expected it in HOME or in the user database. "
-            f"Set HOME, or {remedy}."
+            f"{path}: home directory not found in HOME or the user database. Set HOME, or {remedy}."
         ) from None
 
 

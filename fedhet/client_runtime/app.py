@@ -138,8 +138,8 @@ def _resolved(path: str) -> Path:
 
 def _not_permitted(rule: str, value: str, action: str, setting: str) -> SettingsError:
     return SettingsError(
-        f"'{setting}': this site does not permit a run to {action}, node-config '{rule}' = "
-        f"{value!r}"
+        f"'{setting}': this site does not permit a run to {action} "
+        f"(node-config '{rule}' = {value!r})"
     )
 
 
@@ -152,7 +152,7 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
     """
     if site.budget() and not config.run.privacy.is_on:
         raise SettingsError(
-            f"this site requires differential privacy, node-config 'privacy' = {site.privacy!r}. "
+            f"this site requires differential privacy (node-config 'privacy' = {site.privacy!r}). "
             "Set 'privacy.epsilon' in the run."
         )
     if site.budget() and not site.data:
@@ -187,7 +187,7 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
 
 def _over_limit(rule: str, limit: int, setting: str, value: int) -> SettingsError:
     return SettingsError(
-        f"'{setting}' = {value} exceeds this site's limit, node-config '{rule}' = {limit}"
+        f"'{setting}' = {value} exceeds this site's limit (node-config '{rule}' = {limit})"
     )
 
 
@@ -203,7 +203,7 @@ def time_limit(seconds: int) -> Iterator[None]:
         return
 
     def interrupt(*_: object) -> None:
-        raise StateError(f"the round exceeded this site's time limit, 'max-seconds' = {seconds}")
+        raise StateError(f"the round exceeded this site's time limit ('max-seconds' = {seconds})")
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPT_INTERVAL)

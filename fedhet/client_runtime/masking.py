@@ -224,7 +224,7 @@ class Masking:
         run, round, listed = request["run"], request["round"], request["survivors"]
         valid = isinstance(run, str) and is_name(run) and isinstance(listed, dict)
         if not valid or type(round) is not int:
-            raise MaskingError(f"{REVEAL}: expected a run, a round and survivors")
+            raise MaskingError(f"{REVEAL}: expected a run, a round, and survivors")
         stored = self._replies(run).get(round)
         if stored is None or round not in self._ledger.rounds(run, REPLY):
             raise MaskingError(f"{REVEAL}: this site sent no masked reply in round {round}")
@@ -280,7 +280,7 @@ class Masking:
         names, peers, lane = _names(cohort, f"{REQUEST}: cohort"), self._peers, self._sums[number]
         if strangers := sorted({*names} - {*peers.names}):
             raise MaskingError(
-                f"{REQUEST}: cohort: expected sites of the peers file, got {', '.join(strangers)}"
+                f"{REQUEST}: cohort: expected sites in the peers file, got {', '.join(strangers)}"
             )
         if self._name not in names:
             raise MaskingError(
@@ -353,7 +353,7 @@ class Masking:
         if (newest := max(self._replies(run, kind).newest() for kind in kinds)) >= round:
             raise MaskingError(
                 f"round {round} of run {run}: expected a round after {newest}, because this site "
-                "answers rounds in ascending order"
+                "accepts rounds only in ascending order"
             )
 
 
@@ -413,8 +413,8 @@ class Ledger:
 
 def _repeated(run: str, round: int, kind: str) -> MaskingError:
     return MaskingError(
-        f"round {round} of run {run}: expected a repetition of the request that this site has "
-        f"already answered with its {kind}, got another request"
+        f"round {round} of run {run}: expected the same request as before, because this "
+        f"site has already sent its {kind}, got a different request"
     )
 
 
@@ -438,5 +438,5 @@ def _names(listed: Any, where: str) -> tuple[str, ...]:
     """Return listed names as a tuple. Raises MaskingError unless they are sorted and unique."""
     valid = isinstance(listed, list) and all(isinstance(name, str) for name in listed)
     if not valid or listed != sorted({*listed}):
-        raise MaskingError(f"{where}: expected a sorted list of different names")
+        raise MaskingError(f"{where}: expected a sorted list of distinct names")
     return tuple(listed)

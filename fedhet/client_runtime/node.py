@@ -75,9 +75,7 @@ class NodeSettings(Schema):
     partition_id: int = Field(-1, ge=-1, description="index of the node's data partition")
     num_partitions: CountOrNone = Field(0, description="number of nodes; set by Flower")
     name: str = Field("", description="client name; empty = client-<partition-id>")
-    data: str = Field(
-        "", description="data directory of the site, which is used instead of a partition"
-    )
+    data: str = Field("", description="data directory of the site, used instead of a partition")
     model: str = Field("", description="model of the site; empty = assigned from the run's pool")
     optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
         "", description="optimizer of the site; empty = as in the run"
@@ -90,7 +88,7 @@ class NodeSettings(Schema):
         "", description=f"directory of the private state; empty = ${STATE_DIR_VARIABLE}"
     )
     allow_models: str = Field(
-        "", description="modules, or module:function, that a run may import; * = any"
+        "", description="modules or functions (module:function) that a run may import; * = any"
     )
     allow_paths: str = Field(
         "", description="directories that a run may read in addition to 'data', comma-separated"
@@ -98,7 +96,7 @@ class NodeSettings(Schema):
     allow_downloads: bool = Field(False, description="whether a run may download data")
     min_samples_per_class: Count = Field(
         1,
-        description="minimum number of samples in a class for its mean to be sent; a run may "
+        description="minimum number of samples in a class for sending its mean; a run may "
         "require more",
     )
     max_seconds: Count = Field(21_600, description="maximum duration of a round, in seconds")
@@ -115,7 +113,9 @@ class NodeSettings(Schema):
         "",
         description="peers file for secure aggregation; runs without it are rejected; empty = none",
     )
-    peers_key: str = Field("", description="file of the site's private key in the peers file")
+    peers_key: str = Field(
+        "", description="file of the private key for the site's entry in the peers file"
+    )
 
     def budget(self) -> Budget | None:
         """Return the site's privacy budget, or None if the site has no budget.

@@ -260,7 +260,7 @@ class DifferentialPrivacy(Withholding):
             if void and run not in {e.run for e in past}:
                 LOG.warning(
                     "%s: run %s has no privacy guarantee, because earlier runs without privacy "
-                    "used data of this site: %s. `fedhet privacy %s` lists all runs.",
+                    "used this site's data: %s. `fedhet privacy %s` lists all runs.",
                     *(self._node.name, run, ", ".join(void), self._ledger.path),
                 )
         self._run, self._round, self._charged = run, round, charged or round
@@ -382,8 +382,8 @@ class DifferentialPrivacy(Withholding):
             if math.isinf(total):
                 raise PrivacyError(
                     f"cannot guarantee {name}: the ledger contains entries with infinite "
-                    "epsilon, for example from earlier versions, whose noise an attacker can "
-                    "remove. `fedhet privacy LEDGER` counts these entries. No further data was "
+                    "epsilon. For example, an attacker can remove the noise added by earlier "
+                    "versions. `fedhet privacy LEDGER` counts these entries. No further data was "
                     "released."
                 )
             if epsilon and total > epsilon * (1 + 1e-9):

@@ -124,7 +124,9 @@ class FedKdClient(HetClient):
             return previous
         own_base, base = self.state.metadata.get(MENTEE), knowledge.scalars.get("base")
         if own_base != base:
-            fault = f"expected an update of the mentee of round {own_base or 'none'}, got {base}"
+            fault = (
+                f"expected an update of the mentee of round {own_base or 'none'}, got round {base}"
+            )
             raise KnowledgeError(SERVER, "update", fault)
         shapes = self.sizes().models["update"]
         return add_update(previous, unpacked(knowledge.group("update"), shapes))

@@ -70,9 +70,10 @@ def check_machine(directory: Path) -> Iterator[Finding]:
     """Check this machine, and the disk that contains `directory`."""
     shared = Path("/dev/shm")  # noqa: S108
     space = {
-        "memory": (lambda: psutil.virtual_memory().available, MIN_MEMORY, "", "few clients fit"),
+        "memory": (lambda: psutil.virtual_memory().available, MIN_MEMORY, "",
+                   "few clients fit in memory"),
         "disk": (lambda: psutil.disk_usage(str(directory)).free, MIN_DISK, f" for {directory}",
-                 "a run stores models and states"),
+                 "runs store models and states"),
         "Ray": (lambda: psutil.disk_usage(str(shared)).free, 2**30, f" in {shared}",
                 "Ray writes to the disk instead; in a container, increase --shm-size"),
     }  # fmt: skip
@@ -209,7 +210,7 @@ def _pair(path: Path) -> Iterator[Finding]:
 def _authority_key(path: Path) -> Iterator[Finding]:
     """Check that the CA's key belongs to root rather than to a service that may be attacked."""
     uid = path.stat().st_uid
-    advice = f"expected root. Use `chown root: {path}`, or move it to an offline machine."
+    advice = f"expected root. Use `chown root: {path}`, or move the key to an offline machine."
     try:
         user = pwd.getpwuid(uid)
     except KeyError:  # The user is from another machine or container image.
@@ -253,7 +254,7 @@ def check_server(address: str, authority: Path) -> Iterator[Finding]:
     if server_time.tzinfo is None:
         server_time = server_time.replace(tzinfo=datetime.UTC)
     skew = abs((datetime.datetime.now(datetime.UTC) - server_time).total_seconds())
-    text = f"{plural(round(skew), 'second')} from the server's clock"
+    text = f"differs from the server's clock by {plural(round(skew), 'second')}"
     if skew > MAX_SKEW:
         yield error("clock", f"{text}. Synchronize the clocks with NTP.")
     else:

@@ -195,7 +195,7 @@ def deploy_local(
     Raises:
         FedhetError: If the run fails.
     """
-    say(f"reading {config.run.data.dataset} and splitting it between the clients")
+    say(f"reading {config.run.data.dataset} and splitting it among the clients")
     data = RunData.of(config.run)
     check_models_and_data(config, data)
     config = absolute(config).replacing(out=str(directory))

@@ -107,9 +107,9 @@ def release_memory() -> None:
 
 
 def memory_error(error: torch.OutOfMemoryError) -> FedhetError:
-    """Return the error to raise if even a single client does not fit into the GPU's memory."""
+    """Return the error to raise if even a single client does not fit in GPU memory."""
     cause = one_line(" ".join(str(error).split()).partition(". ")[0])
     return FedhetError(
-        f"does not fit into the GPU's memory, even without other clients ({cause}). Use a smaller "
+        f"does not fit in GPU memory, even without other clients ({cause}). Use a smaller "
         "'training.batch-size', a smaller model, or 'engine.precision' = bfloat16."
     )

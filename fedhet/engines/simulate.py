@@ -118,9 +118,7 @@ def _trained(
     begun = time.perf_counter() if begun is None else begun
     reset_peak_memory()
     watchers = tuple(watchers)
-    show_waiting(
-        watchers, f"reading {config.run.data.dataset} and splitting it between the clients"
-    )
+    show_waiting(watchers, f"reading {config.run.data.dataset} and splitting it among the clients")
     config = resolve_auto(config, directory)
     data = RunData.of(config.run)
     # Before Ray starts, let `check` report or download missing files.
@@ -196,7 +194,7 @@ def check_models_and_data(config: Config, data: RunData) -> None:
         except ModelError:
             raise
         except Exception as error:  # The first round reports an error in the method.
-            logging.getLogger("fedhet").debug("set-up of %s: %s", name, error)
+            logging.getLogger("fedhet").debug("setup of %s failed: %s", name, error)
 
 
 def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
@@ -296,7 +294,7 @@ def choose_backend(config: Config, data: RunData, directory: Path) -> tuple[str,
         "'engine.cpus-per-client' is set": engine.cpus_per_client != default.cpus_per_client,
         "'engine.gpus-per-client' is set": engine.gpus_per_client != default.gpus_per_client,
         "the device is a GPU": device.type == "cuda" and device.index is None,
-        "rounds close by this machine's clock": has_late_clients and not pace.is_simulated,
+        "rounds are timed with this machine's clock": has_late_clients and not pace.is_simulated,
     }
     if reason := next((text for text, is_true in reasons.items() if is_true), ""):
         backend = "ray"

@@ -178,7 +178,7 @@ def compare(
     Runs that differ only in their seeds form a group.
 
     Args:
-        runs: Results, run directories, or directories of runs.
+        runs: Results, run directories, or directories that contain runs.
         out: Directory for the HTML report and the figures. By default, nothing is written.
         target: Score for the bytes-to-target column, e.g. an accuracy of 0.7.
         kind: Kind of model whose score determines the order, e.g. "private".

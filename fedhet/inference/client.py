@@ -328,7 +328,7 @@ def find_store(directory: Path, client: str) -> ClientStore:
     if matches:
         runs = ", ".join(sorted(store.run for store in matches))
         raise StateError(
-            f"{directory}: expected one run of {client}, got {runs}. Select one, as in "
+            f"{directory}: expected one run of {client}, got {runs}. Select a run, as in "
             f"{directory / matches[0].run}."
         )
     names = sorted({store.client for store in stores}, key=natural)
@@ -443,7 +443,7 @@ def read_inputs(
     resize = resize or bool(record.settings.get("data.image-size"))
     rule = f"the input size of the model of {record.client}"
     form = Form(MODES[channels], (width, height), resize, rule, "Use --resize to resize images.")
-    check_max_bytes(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
+    check_max_bytes(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the other images")
     return files, samples_for(record, np.concatenate(list(decode_blocks(files, form))), files[0])
 
 
@@ -469,8 +469,8 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     is_bytes = values.dtype == np.uint8
     if is_bytes and record.stored == "given":
         raise DataError(
-            f"{where}: {record.client} was trained on unscaled numbers, expected float32 in the "
-            "range of its training samples, got uint8"
+            f"{where}: expected unscaled float32 in the range of {record.client}'s training "
+            "samples, got uint8"
         )
     if not is_bytes and record.stored != "given" and np.abs(values).max(initial=0) > 1 + ROUNDING:
         raise DataError(

@@ -229,7 +229,7 @@ def _quiet() -> Iterator[None]:
 
 # --- model card: JSON with the inputs, outputs, training and scores of a model
 
-_FROM_BYTES = "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1"
+_FROM_BYTES = "x / 127.5 - 1, from bytes (0 to 255) to float32 (-1 to 1)"
 SCALING: dict[Stored, str] = {
     "bytes": _FROM_BYTES,
     "scaled": _FROM_BYTES,
@@ -240,8 +240,8 @@ VALUES = {
     "number": "the number, without its unit",
     "date": "days since 1970-01-01, with the time of day as a fraction; UTC if no zone is given",
     "category": "the index in categories, from 0; -1 for any other word",
-    "missing": "NaN for an empty value and for the words in missing (in any case); for numbers and "
-    "dates, also for the words in missing_numbers",
+    "missing": "NaN for an empty value and for the words in missing (case-insensitive); for "
+    "numbers and dates, also for the words in missing_numbers",
 }
 """Description of the encoding of table values as numbers, by the kind of column."""
 FEATURES = (

@@ -229,7 +229,7 @@ def compute_for(settings: ComputeSettings) -> Compute:
         if not (importlib.util.find_spec("triton") if gpu else shutil.which(compiler)):
             missing = "package 'triton'" if gpu else f"C++ compiler ({compiler})"
             raise SettingsError(
-                f"engine.compile = true: {missing} not found, which is required on {device}"
+                f"engine.compile = true requires {missing} on {device}, but it was not found"
             )
     last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
     return Compute(

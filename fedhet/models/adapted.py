@@ -208,10 +208,10 @@ class Adapted(nn.Module):
             if isinstance(each, nn.Linear) and path.rpartition(".")[2] in TARGETS
         }
         if not layers:
-            names = ", ".join(sorted(TARGETS))
+            *names, last = sorted(TARGETS)
             raise ModelError(
-                f"base model {name.base!r}: found no linear layer named {names}, which adapters "
-                "need. Use another base model."
+                f"base model {name.base!r}: expected a linear layer named {', '.join(names)}, or "
+                f"{last} to adapt, found none. Use another base model."
             )
         # Make the same number of draws for all ranks, so that the head does not depend on the rank.
         seed = int(torch.randint(2**62, ()))
@@ -317,7 +317,7 @@ def _digest(stamps: tuple[tuple[str, int, int], ...], config: str) -> str:
 def _parsed(name: str) -> AdapterName:
     parts = AdapterName.of(name)
     if parts is None:
-        example = "encoder-1-lora8:NAME or encoder-1-lora8-scale4:NAME, of rank 1 to 999"
+        example = "encoder-1-lora8:NAME or encoder-1-lora8-scale4:NAME, with a rank from 1 to 999"
         raise ModelError(f"model '{name}': expected a name such as {example}")
     return parts
 

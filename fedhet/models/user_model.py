@@ -128,7 +128,7 @@ def is_classifier(result: object) -> bool:
 
 def no_gradients(name: str) -> str:
     """Return the error message for a model without gradients in a gradient-based method."""
-    return f"model '{name}': a model without gradients is unsupported by this method or loss"
+    return f"model '{name}': this method or loss does not support models without gradients"
 
 
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
@@ -172,7 +172,7 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
     if value.device.type != "cpu":
         return f"unsupported device, expected cpu, got {value.device}. fedhet moves models itself."
     if trained_types and value.requires_grad and dtype not in trained_types:
-        remedy = "Keep parameters in float32; 'engine.precision' computes in half precision."
+        remedy = "Keep parameters in float32. For half precision, set 'engine.precision'."
         return f"unsupported type of a trained parameter, expected float32, got {dtype}. {remedy}"
     if dtype not in DTYPES:
         return f"unsupported type, expected a NumPy type such as float32, got {dtype}"
@@ -180,7 +180,7 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
         return f"unsupported shape, expected at most {MAX_RANK} dimensions, got {value.ndim}"
     odd = value.detach()[~(value.detach().double().abs() <= MAX_MAGNITUDE)].view(-1)
     if len(odd):
-        remedy = "" if trained_types else "; a constant may be a buffer with persistent=False"
+        remedy = "" if trained_types else ". Store a constant in a buffer with persistent=False."
         return (
             f"must be finite and at most {MAX_MAGNITUDE:g} in magnitude, got {odd[0].item()}"
             f"{remedy}"
@@ -232,7 +232,7 @@ def check_use(
         if value.numel() and value.data_ptr() in first:
             raise ModelError(
                 f"model '{name}': {key}: shared by two models, expected new modules in each call "
-                "of the function, got the same modules. Create them inside the function."
+                "of the function, got the same modules. Create the modules inside the function."
             )
 
 

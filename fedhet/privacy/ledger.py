@@ -155,6 +155,6 @@ def _parsed(content: bytes, path: Path) -> list[Entry]:
         try:
             entries.append(Entry.model_validate_json(line))
         except ValidationError:
-            rule = "the consumed budget is unknown, so nothing more is released"
+            rule = "the consumed budget is unknown, so no further data is released"
             raise StateError(f"{path}: line {number} is damaged; {rule}") from None
     return entries

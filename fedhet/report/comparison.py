@@ -17,7 +17,7 @@ import pandas as pd
 
 from fedhet.base.errors import SettingsError, StateError, nearest
 from fedhet.base.metrics import ACCURACY, MAX_ERROR, Metric, in_order, metric_of
-from fedhet.report.run import TEST_SETS, Run, load_run
+from fedhet.report.run import TEST_SETS, Run, load_run, where
 from fedhet.runs.measures import Tail
 from fedhet.runs.records import KINDS, NAN, Score
 from fedhet.runs.units import path_text, percent, position, score
@@ -420,8 +420,8 @@ def choose_metric(runs: Sequence[Run], name: str | None) -> Metric:
     headlines = list(dict.fromkeys(run.headline_metric for run in runs if run.last_evaluated))
     if name is None and len(headlines) > 1:
         raise SettingsError(
-            f"metric: expected runs with one headline metric, got {', '.join(headlines)}. Compare "
-            "runs of the same task, or select a metric."
+            f"metric: expected runs with the same headline metric, got {', '.join(headlines)}. "
+            "Compare runs of the same task, or select a metric."
         )
     headlines = headlines or [ACCURACY]
     name = name or headlines[0]
@@ -448,7 +448,7 @@ def choose_target(
     if target is None:
         bound = "110 % of the highest" if metric.lower_is_better else "90 % of the lowest"
         above = f" above {metric.lowest:g}" if metric.lowest not in (0, -MAX_ERROR) else ""
-        basis = f"{bound} {metric.title}{above}, which all runs reach"
+        basis = f"{bound} {metric.title}{above}, reached by all runs"
         last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
         if not last.count():
             target = metric.lowest
@@ -528,14 +528,14 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     missing = [group.label for group in groups if group.score(column).n == 0]
     if missing:
         notes.append(
-            f"Not evaluated under {' '.join(column)}, and therefore last: {', '.join(missing)}."
+            f"Last, because their {column[1]} models were not evaluated {where(column[0])}: "
+            f"{', '.join(missing)}."
         )
     for name in sorted({group.runs[0].headline for group in groups} - {"", column[0]}):
         labels = ", ".join(group.label for group in groups if group.runs[0].headline == name)
-        used, headline = (TEST_SETS.get(each, each) for each in (column[0], name))
         notes.append(
-            f"Rows are ordered by scores on the {used}. The headline scores of {labels} are on the "
-            f"{headline}; see the columns '{name} …'."
+            f"Rows are ordered by scores {where(column[0])}. The headline scores of {labels} are "
+            f"{where(name)}; see the columns '{name} …'."
         )
     return notes
 
@@ -598,8 +598,8 @@ def _baselines(
         runs = [run for group in baselines for run in group.runs]
         kinds = sorted({kind for run in runs for kind in run.kinds(column[0])})
         raise SettingsError(
-            f"--against: the kind of models of {name} under {column[0]} must be one of "
-            f"{', '.join(kinds) or 'none'}, got {kind!r}"
+            "--against: expected NAME:KIND with a kind of model that was evaluated for "
+            f"{name!r} {where(column[0])} ({', '.join(kinds) or 'none'}), got {kind!r}"
         )
     return baselines, baseline_column
 

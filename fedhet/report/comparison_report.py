@@ -16,8 +16,8 @@ from pydantic_core import to_json
 from fedhet.base.disk import Folder, write_text
 from fedhet.report import style
 from fedhet.report.comparison import TESTS, Comparison, Difference, Group, Spread, compare
-from fedhet.report.page import render, where
-from fedhet.report.run import TEST_SETS
+from fedhet.report.page import render
+from fedhet.report.run import TEST_SETS, where
 from fedhet.report.style import Drawing
 from fedhet.report.tables import (
     LATEX_HEAD,
@@ -308,7 +308,7 @@ def paired_legend(comparison: Comparison) -> str:
         return PAIRED
     return (
         f"{PAIRED} p: two-sided {TESTS[comparison.test]} of the last round, with Holm's correction "
-        "over the rows."
+        "across rows."
     )
 
 

@@ -16,7 +16,7 @@ from fedhet.base.disk import write_text
 from fedhet.base.metrics import metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
-from fedhet.report.run import TEST_SETS, Run, lowest
+from fedhet.report.run import TEST_SETS, Run, lowest, where
 from fedhet.report.tables import (
     baseline_line,
     client_cells,
@@ -156,12 +156,6 @@ def render_run(run: Run, live: Live | None = None) -> str:
         command=shlex.join(command),
         live=live,
     )  # fmt: skip
-
-
-def where(protocol: str) -> str:
-    """Describe the test set of a protocol, e.g. "on the common test set"."""
-    name = TEST_SETS.get(protocol, protocol)
-    return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
 
 
 def _sparkline(

@@ -46,7 +46,7 @@ MEANING = {
     "private": "the client's private model",
     "local": "the client's model after only local training, before any exchange",
     "proxy": "the model that a client exchanges instead of its private model",
-    "global": "the server's global model, one for each architecture",
+    "global": "the server's global models, one for each architecture",
     "server": "a model that only the server has",
     HELD_OUT: "the model offered to held-out clients, which never train",
     HELD_OUT_EPOCH: "the same model after one local epoch",
@@ -356,6 +356,12 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
         models=summary.models if summary else origin.models,
     )
     return run.with_metric(run.headline_metric)
+
+
+def where(protocol: str) -> str:
+    """Describe the test set of a protocol, e.g. "on the common test set"."""
+    name = TEST_SETS.get(protocol, protocol)
+    return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
 
 
 def lowest(values: Mapping[str, float]) -> str:

@@ -272,7 +272,7 @@ class Progress(Watcher):
         for name in record.late:
             self._change(name, state=State.LATE, line=f"round {record.round}: still training")
         for name, age in record.ages.items():
-            line = f"round {record.round}: replied to round {record.round - age}"
+            line = f"round {record.round}: reply for round {record.round - age} arrived"
             self._change(name, state=State.DONE, began=NAN, line=line)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)

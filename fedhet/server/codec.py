@@ -422,7 +422,7 @@ class Codec:
                 self._state.drop_client(name, reason, "silent")
             elif why_unused:
                 self._state.notice(
-                    f"client {name}'s reply to round {round} is not used: {why_unused}"
+                    f"client {name}'s reply for round {round} was discarded: {why_unused}"
                 )
                 self._state.count_received(bytes_of(result_of[name].parameters))
             else:

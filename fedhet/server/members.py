@@ -288,8 +288,8 @@ class Members:
             if limit < info.samples and self._capped.get(name) != limit:
                 self._capped[name] = limit
                 self._notice(
-                    f"client {name} reported {info.samples} samples, weighted as {limit}: 'engine."
-                    f"samples-cap' is {self._samples_cap:g} times the median client's samples"
+                    f"client {name} reported {info.samples} samples, but only {limit} count: "
+                    f"'engine.samples-cap' is {self._samples_cap:g} times the median"
                 )
             present[name] = replace(member, info=replace(info, samples=limit))
         return present
@@ -395,10 +395,9 @@ class Members:
         if info.order and self._order and info.order != self._order:
             if info.task != CLASSIFICATION.name:
                 return (
-                    "the names or the scale of its targets differ from other clients' targets "
-                    "(schema.toml)"
+                    "its targets differ from other clients' targets in name or scale (schema.toml)"
                 )
-            return "its class names or their order differ from other clients' classes (classes.txt)"
+            return "its classes differ from other clients' classes in name or order (classes.txt)"
         if self._model and info.model != self._model:
             return f"its model must be {self._model!r} as on all clients, got {info.model!r}"
         base = base_of(info.model)

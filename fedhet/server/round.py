@@ -141,7 +141,7 @@ class RoundState:
                 f"round {record.round} closed without {', '.join(late)} (late: still training)"
             )
         for name, number in sorted(self.reply_rounds.items()):
-            self.notice(f"client {name}'s reply to round {number} arrived in round {record.round}")
+            self.notice(f"client {name}'s reply for round {number} arrived in round {record.round}")
 
     @property
     def expected(self) -> list[str]:

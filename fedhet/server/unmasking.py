@@ -177,7 +177,7 @@ class Unmasking:
         for reply in replies:
             if reply.age:
                 self._state.notice(
-                    f"client {reply.client.name}: the late reply is not used, because the sum of "
+                    f"client {reply.client.name}: the late reply is discarded, because the sum of "
                     "its round is already complete"
                 )
             else:

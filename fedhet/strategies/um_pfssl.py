@@ -113,7 +113,7 @@ class UmPfsslStrategy(HetStrategy):
             try:
                 self.lists[name] = self._read_list(reply)
             except KnowledgeError as error:
-                self.log.notice(f"client {name}: the helper list is unchanged: {error}")
+                self.log.notice(f"client {name}: the previous helper list is kept: {error}")
             self.sent.setdefault(name, {}).update(self._models_sent(name))
             self.refreshes[name] = self._updates_due(round)
         scalars = [reply.knowledge.scalars for reply in replies]

@@ -70,7 +70,7 @@ class LanesField(WeightsField):
 
 MASKED_CONTRACT = Contract(
     (
-        LanesField(MASKED, "vectors of secure aggregation, with masks"),
+        LanesField(MASKED, "masked vectors of secure aggregation"),
         LanesField(SHARES, "encrypted shares of the masks"),
         ScalarField(FAULT, str, "reason why the site refuses lanes", required=False),
     )
