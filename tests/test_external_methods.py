@@ -223,7 +223,7 @@ class MyClient(HetClient):
         ('ScalarField("steps", "int")', "missing 1 required positional argument: 'help'"),
         (
             'ScalarField("steps", "int", "steps")',
-            "ScalarField 'steps': 'type' must be bool, int, float or str, got 'int'",
+            "ScalarField 'steps': 'type' must be bool, int, float, or str, got 'int'",
         ),
         ('ScalarField("steps", int, "steps", low="0")', "'low' must be int or float or None"),
         ('TensorField("a", "float23", ("P",), "a")', "'uint' or a NumPy dtype"),

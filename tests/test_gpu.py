@@ -342,7 +342,7 @@ def test_why_there_is_no_gpu(monkeypatch, said):
         find_device("cuda")
     line = str(caught.value)
     assert line.startswith(f"device 'cuda' not found on this machine ({DRIVERS[said]}")
-    assert line.endswith("must be auto or one of cpu")
+    assert line.endswith("to auto or one of cpu.")
     assert "\n" not in line
 
 

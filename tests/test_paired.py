@@ -246,11 +246,12 @@ def test_other_kinds_can_be_compared(tmp_path: Path) -> None:
         assert pair.last.se == pytest.approx(np.std(each, ddof=1) / math.sqrt(3))
         assert f"{baseline} (private)" in shown(paired_table(found))
     with pytest.raises(
-        SettingsError, match=r"under common must be one of .*private.*, got 'proxy'"
+        SettingsError,
+        match=r"evaluated for 'local' on the common test set \(.*private.*\), got 'proxy'",
     ):
         compare(paths, against="local:proxy")
     with pytest.raises(
-        SettingsError, match=r"kind: must be one of private under personal.*got 'proxy'"
+        SettingsError, match=r"kind: must be one of private for .* own test split, got 'proxy'"
     ):
         compare(paths, kind="proxy", protocol="personal")
     with pytest.raises(

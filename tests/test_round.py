@@ -115,7 +115,9 @@ def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
 def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
     with state.drop_on_error("a"):
         raise error
-    assert state.record.failed == {"a": f"cannot be used ({type(error).__name__}: {error})"}
+    assert state.record.failed == {
+        "a": f"its reply cannot be used ({type(error).__name__}: {error})"
+    }
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_nothing_is_trained_where_the_data_is_absent(tmp_path):
 
 def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(
-        SettingsError, match=r"'cuda:99' not found on this machine.*: engine\.device"
+        SettingsError, match=r"'cuda:99' not found on this machine.*\. Set engine\.device"
     ):
         simulation.simulate(small(device="cuda:99"), tmp_path / "run")
 

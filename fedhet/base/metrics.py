@@ -113,7 +113,7 @@ def test_loss(predictions: Predictions) -> float:
 def calibration_error(predictions: Predictions) -> float:
     """Return the expected calibration error, |accuracy - mean confidence| averaged over bins.
 
-    Bins are weighted by their numbers of samples.
+    Each bin is weighted by its number of samples.
     """
     from sklearn.calibration import calibration_curve
 

@@ -127,8 +127,9 @@ def expiry(path: Path) -> str:
     """Describe a certificate's expiry. Raises FedhetError if the certificate is unreadable."""
     end = read_certificate(path).not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)).days
-    when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"
-    return f"{path} expires on {end:%Y-%m-%d}, {when}"
+    if days < 0:
+        return f"{path} expired on {end:%Y-%m-%d}, {plural(-days, 'day')} ago"
+    return f"{path} expires on {end:%Y-%m-%d}, in {plural(days, 'day')}"
 
 
 def make_node_key(path: Path) -> list[Path]:

@@ -264,8 +264,8 @@ def find_device(name: str) -> torch.device:
     if name not in devices:
         why = f" ({why_no_cuda()})" if name.startswith("cuda") and "cuda" not in devices else ""
         raise SettingsError(
-            f"device {name!r} not found on this machine{why}: engine.device, or 'device' of a "
-            f"node, must be auto or one of {', '.join(devices)}"
+            f"device {name!r} not found on this machine{why}. Set engine.device, or 'device' of "
+            f"a node, to auto or one of {', '.join(devices)}."
         )
     return torch.device(name)
 

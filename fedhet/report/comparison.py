@@ -483,7 +483,8 @@ def choose_columns(
         raise StateError("no run to compare: none of the runs was evaluated")
     _check("protocol", protocol, {each for each, _ in columns})
     preferred = {column for column in columns if protocol in (None, column[0])}
-    _check("kind", kind, {each for _, each in preferred}, f" under {protocol}" if protocol else "")
+    test_set = f" {where(protocol)}" if protocol else ""
+    _check("kind", kind, {each for _, each in preferred}, test_set)
     preferred = {column for column in preferred if kind in (None, column[1])}
 
     def rank(column: Column) -> tuple[object, ...]:
@@ -496,10 +497,12 @@ def choose_columns(
     return tuple(sorted(columns, key=rank))
 
 
-def _check(name: str, value: str | None, available: set[str], where: str = "") -> None:
+def _check(name: str, value: str | None, available: set[str], test_set: str = "") -> None:
     if value not in (None, *available):
-        choices = ", ".join(sorted(available)) + where
-        raise SettingsError(f"{name}: must be one of {choices} for these runs, got {value!r}")
+        choices = ", ".join(sorted(available))
+        raise SettingsError(
+            f"{name}: must be one of {choices} for these runs{test_set}, got {value!r}"
+        )
 
 
 def choose_metrics(names: str, available: Sequence[str]) -> tuple[str, ...]:

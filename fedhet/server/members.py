@@ -387,8 +387,8 @@ class Members:
             kinds = (f"{info.kind} ", f"{kind} ") if kind != info.kind else ("", "")
             noun = "classes" if info.task == CLASSIFICATION.name else "outputs"
             return (
-                f"its data has {info.classes} {noun} of {kinds[0]}shape {info.shape}, expected "
-                f"{classes} of {kinds[1]}shape {shape}"
+                f"its data has {info.classes} {noun} and {kinds[0]}shape {info.shape}, expected "
+                f"{classes} {noun} and {kinds[1]}shape {shape}"
             )
         if info.task != self._name_of_task:
             return f"its task is {info.task!r}, expected {self._name_of_task!r} ('data.task')"

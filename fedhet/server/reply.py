@@ -276,7 +276,7 @@ class SpooledPayload(Parameters):
             raise KnowledgeError(self._path.name, *self._fault)
         size = self._offsets[-1][1] if self._offsets else 0
         if len(self._mapped()) != size:
-            fault = f"its file has changed: it had {size} bytes"
+            fault = f"its file has changed: expected {size} bytes, got {len(self._mapped())}"
             raise KnowledgeError(self._path.name, "payload", fault)
         return self._content
 

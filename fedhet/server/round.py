@@ -249,7 +249,7 @@ class RoundState:
         except FedhetError as error:
             self.drop_client(name, str(error), "refused")
         except (MemoryError, OverflowError, RecursionError) as error:
-            fault = f"cannot be used ({type(error).__name__}: {error_text(error)})"
+            fault = f"its reply cannot be used ({type(error).__name__}: {error_text(error)})"
             self.drop_client(name, fault, "refused")
 
     def skip_evaluation(self, name: str, reason: str, outcome: Outcome | None) -> None:
@@ -275,7 +275,9 @@ class RoundState:
         """
         reason = f"its reply is an outlier ('defense.average' = {rule!r})"
         self.record.failed[name] = reason
-        self.notice(f"client {name} is not aggregated in round {self.record.round}: {reason}")
+        self.notice(
+            f"client {name} is excluded from the aggregation in round {self.record.round}: {reason}"
+        )
 
     def finalize(self, accepted: Sequence[str], sums: Sequence[str] = ()) -> bool:
         """Record the clients whose replies were accepted, and return whether to roll back.

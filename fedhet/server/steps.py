@@ -222,7 +222,7 @@ def magnitude_errors(
         if references and size > factor * max(*references, MIN_REFERENCE):
             fault = (
                 f"its root mean square is {size:.3g}, more than 'engine.outlier-factor' = "
-                f"{factor:g} times the other clients' {max(references):.3g}"
+                f"{factor:g} times the median of {max(references):.3g}"
             )
             errors.setdefault(name, KnowledgeError(name, part, fault))
     return errors

@@ -207,7 +207,7 @@ class HetStrategy(Strategy):
             DivergedError: If training of the server's model diverged. The model must be unchanged.
 
         Example:
-            Average the field `weights`, weighted by the numbers of samples::
+            Average the field `weights`, weighted by each client's number of samples::
 
                 models = [(reply.knowledge.group("weights"), reply.weight) for reply in replies]
                 self.weights = average_weights(models)

@@ -19,7 +19,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedAvgStrategy(HetStrategy):
-    """Strategy that averages the clients' tensors, weighted by their numbers of samples."""
+    """Strategy that averages the clients' tensors, weighted by each client's number of samples."""
 
     spec = SPEC
     settings: FedAvgSettings

@@ -11,7 +11,7 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedSaStrategy(FedAvgStrategy):
-    """Strategy that averages the factors A, weighted by numbers of samples."""
+    """Strategy that averages the factors A, weighted by each client's number of samples."""
 
     spec = SPEC
     settings: FedSaSettings

@@ -40,7 +40,7 @@ class HeteroFlStrategy(HetStrategy):
         self.model = narrow_name(name, max(self.settings.widths))
         """Name of the global model."""
         if not is_registered(narrow_name(name, WIDTHS["e"])):
-            expected = "a model with several widths, such as mlp, cnn2 or text-cnn"
+            expected = "a model with several widths, such as mlp, cnn2, or text-cnn"
             raise invalid_setting("models.pool", self.run.models.pool, expected)
         self._set_weights(part_arrays(self.build_model(self.model), self.settings.part))
 

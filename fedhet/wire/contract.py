@@ -176,7 +176,7 @@ class ScalarField:
         """Check the declaration. Raises TypeError if it is invalid."""
         require(self, name=str, help=str, required=bool, low=_LIMIT, high=_LIMIT)
         if self.type not in (bool, int, float, str):
-            raise TypeError(_declared(self, "type", "bool, int, float or str", self.type))
+            raise TypeError(_declared(self, "type", "bool, int, float, or str", self.type))
 
     def describe(self) -> str:
         """Return the name of the type."""
