@@ -14,8 +14,8 @@ The setting `fedlora.aggregation` selects the rule:
 - freeze-a: Youbang Sun et al., Improving LoRA in Privacy-preserving Federated Learning (FFA-LoRA),
   ICLR 2024.
 
-Unlike in the papers, the head is trained and averaged, weighted by numbers of samples. A rank level
-that no reply contains keeps its previous value.
+Unlike in the papers, the head is trained and averaged, weighted by each client's number of samples.
+A rank level that no reply contains keeps its previous value.
 """
 
 from __future__ import annotations
