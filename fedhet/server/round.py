@@ -273,10 +273,10 @@ class RoundState:
         Unlike a refused reply, an outlier has no further consequences, because the client may be
         honest.
         """
-        reason = f"its reply is an outlier ('defense.average' = {rule!r})"
-        self.record.failed[name] = reason
+        outlier = f"is an outlier ('defense.average' = {rule!r})"
+        self.record.failed[name] = f"its reply {outlier}"
         self.notice(
-            f"client {name} is excluded from the aggregation in round {self.record.round}: {reason}"
+            f"client {name}'s reply is not aggregated in round {self.record.round}: it {outlier}"
         )
 
     def finalize(self, accepted: Sequence[str], sums: Sequence[str] = ()) -> bool:
