@@ -154,7 +154,7 @@ def test_a_run_goes_on(tmp_path):
         quick(None, resume=out, rounds=2, **options)
     elsewhere = {"out": str(tmp_path / "b")}
     for other in (elsewhere, {"settings": elsewhere}, {"preset": "demo"}, {"config": "c.toml"}):
-        with pytest.raises(SettingsError, match="cannot be combined with preset, config or out"):
+        with pytest.raises(SettingsError, match="cannot be combined with preset, config, or out"):
             quick(None, resume=out, rounds=3, **{**options, **other})
     with pytest.raises(StateError, match="contains a run with 'seed' = 0, got 1"):
         quick(None, resume=out, rounds=3, seed=1, **options)

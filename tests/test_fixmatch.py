@@ -258,7 +258,7 @@ def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
         (
             "fedtype",
             {},
-            "unsupported by fedtype, whose local training differs, expected none",
+            "unsupported by fedtype, because its local training differs, expected none",
         ),
         (
             "local",

@@ -315,7 +315,7 @@ def test_har_gives_each_person_of_the_training_part_a_client(phones):
     ("file", "text", "fault"),
     [
         ("activity_labels.txt", "WALKING\n", "one line for each activity"),
-        ("train/y_train.txt", "1\n2\n3\n4\n1\n1\n", "activities must be from 1 to 3"),
+        ("train/y_train.txt", "1\n2\n3\n4\n1\n1\n", "activities must be numbered from 1 to 3"),
         ("train/y_train.txt", "1\n2\n", "must have the same number of windows"),
         ("train/subject_train.txt", "1.5\n1\n1\n1\n1\n1\n", "one integer per line"),
         ("train/Inertial Signals/body_acc_y_train.txt", "a b\n", "not a readable table"),

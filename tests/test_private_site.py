@@ -360,11 +360,11 @@ def test_the_log_of_a_site_lists_the_settings_that_the_run_has_otherwise(tmp_pat
     run = {"data.image-size": 16, "data.test-fraction": 0.1, "data.vocabulary": 64}
     with caplog.at_level("INFO", "fedhet"):
         joined(folder, **run)
-    said = [each for each in caplog.messages if "of the run is ignored" in each]
+    said = [each for each in caplog.messages if " is ignored, " in each]
     assert len(said) == 3
     for name, value in run.items():
         reason = f"because {folder / 'site.toml'} declares another value"
-        assert f"{name} = {value!r} of the run is ignored, {reason}" in said
+        assert f"the run's {name} = {value!r} is ignored, {reason}" in said
 
 
 @pytest.mark.parametrize("kind", ["table", "text", "signal"])

@@ -589,6 +589,8 @@ def training_samples(config, directory):
 def test_a_site_without_a_test_set_needs_a_split(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", x=rng.random((20, 4), np.float32), y=np.arange(20) % 2)
-    with pytest.raises(DataError, match=r"no test samples found, data.test-fraction must be above"):
+    with pytest.raises(
+        DataError, match=r"no test samples found. Without a common test set, data.test-fraction"
+    ):
         site_data(str(tmp_path), spec=DataSpec(test_fraction=0.0), classes=2, name="a")
     assert len(site_data(str(tmp_path), spec=DataSpec(), classes=2, name="a").test) == 4

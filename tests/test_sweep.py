@@ -236,7 +236,9 @@ def test_a_sweep_has_the_seed_that_is_set_and_a_place_of_its_own(tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sweep" / "0.001" / "seed-7").is_dir()
     result = CliRunner().invoke(app, [*words, "--set", f"out={tmp_path / 'other'}"])
-    assert "'out': set by this command for each run; use --out" in str(result.exception)
+    assert "'out': cannot be swept, because this command sets it for each run; use --out" in str(
+        result.exception
+    )
 
 
 def test_an_unknown_figure_is_said(tmp_path):

@@ -146,7 +146,9 @@ def test_class_directories_name_the_classes_unless_a_target_is_set(tmp_path):
     assert by_table.train.y.tolist() == [k % 3 for _ in range(2) for k in range(8)]
     check_scale(RunData(spec(place)).dataset, [k % 3 for _ in range(2) for k in range(8)])
     plant_images(tmp_path / "flat")
-    with pytest.raises(DataError, match=r"data.target must name the targets, from site, size"):
+    with pytest.raises(
+        DataError, match=r"data.target must name target columns, one or more of site, size"
+    ):
         _ = RunData(spec(f"imagefolder:{tmp_path / 'flat'}", task="auto")).dataset
     labels = RunData(spec(f"imagefolder:{tmp_path / 'flat'}", task="auto", target="site")).dataset
     assert labels.classes == ("a", "b", "c")

@@ -229,7 +229,9 @@ def test_the_task_and_its_scale_are_shared_with_other_processes(tmp_path):
 
 
 def test_the_data_must_have_the_targets_of_the_task(tmp_path):
-    with pytest.raises(SettingsError, match="'digits' has targets of the task 'classification'"):
+    with pytest.raises(
+        SettingsError, match=r"expected 'classification', the task of data.dataset = 'digits'"
+    ):
         _ = RunData(DataSpec(task="regression")).dataset
 
 
@@ -732,7 +734,7 @@ def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
     ("values", "changes", "fault", "fix"),
     [
         (["1.5"] * 30 + [""], {}, "column 'stay': the target is missing. Remove the row.", None),
-        (["1.5"] * 30 + ["x"], {}, "Correct such values, or remove their rows.", None),
+        (["1.5"] * 30 + ["x"], {}, "Correct these values, or remove their rows.", None),
         (["NA"] * 31, {}, "no values found. Set data.target to another column.", None),
         (["0", "1", "yes", "no"] * 9, {}, "Set data.task to classification if",
          {"task": "classification", "categories": ("stay",)}),

@@ -179,7 +179,7 @@ def test_a_row_of_several_lines_and_empty_lines_are_counted(tmp_path):
         ("a.jsonl", '{"text": "\\uD800", "label": 1}', "line 1 is not valid JSON .*surrogates"),
         ("a.jsonl", '{"text": null, "label": 1}', "line 1, column 'text': expected text, got N"),
         ("a.jsonl", '{"texts": "x", "label": 1}', "line 1: column 'text' not found; did you mean"),
-        ("a.txt", "x", "unsupported format, expected .csv, .csv.gz, .tsv"),
+        ("a.txt", "x", "unsupported format, expected one of .csv, .csv.gz, .tsv"),
         ("a.csv", 'text,label\n"x\x07",\x07\n', "label '.x07' must be printable"),
     ],
 )
@@ -326,7 +326,7 @@ def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(
         DataError,
-        match="texts of up to 128 tokens below 8192 as in the clients' data, got texts of up to",
+        match="128 tokens with ids below 8192 as in the clients' data, got texts of up to",
     ):
         RunData(public).public_set("text", (0, 128, 8192), None)
 

@@ -125,9 +125,9 @@ REFUSED = {
         "either colon, lung or colon_aca, colon_n, lung_n"),
     "a copy next to the classes": (("a/*1.png", "b/*1.png", "cells/a/*1.png", "cells/b/*1.png"),
         "duplicate name of a class directory. Move or remove it"),
-    "images and labels": (("images/*3.png", "labels/*3.png"), "look like pieces of a dataset"),
+    "images and labels": (("images/*3.png", "labels/*3.png"), "look like parts of a dataset"),
     "pieces": (("images_part_1/*1.png", "images_part_2/*1.png", "metadata.csv"),
-        "look like pieces of a dataset (images_part_1, images_part_2)"),
+        "look like parts of a dataset, not like classes (images_part_1, images_part_2)"),
     "a table of labels": (("train/*3.png", "train.csv"),
         "expected one directory of images for each class, got 3 images outside of class "
         "directories. A label table must be "),

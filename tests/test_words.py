@@ -159,7 +159,7 @@ def test_an_option_names_its_choices_and_its_default(command, option, choices, d
 
 def test_an_arguments_help_is_shown():
     assert "Method to run; see `fedhet methods`." in said_by("run", "--help")[1]
-    assert "Run directories, or directories of runs." in said_by("compare", "--help")[1]
+    assert "Run directories, or directories that contain runs." in said_by("compare", "--help")[1]
     assert "Method to describe in detail." in said_by("methods", "--help")[1]
 
 

@@ -51,7 +51,7 @@ def deploy_local_command(
         Path | None,
         option(
             "DIR",
-            "Directory for keys, logs and the state of the sites.",
+            "Directory for keys, logs, and the state of the sites.",
             default="a temporary directory",
         ),
     ] = None,
@@ -83,8 +83,8 @@ def register_command(
 ) -> None:
     """Register the public keys of nodes with a server.
 
-    The name of a key's file is the client name. The key can then participate only under this name,
-    and no other key can use the name unless --replace is given.
+    The file name of a key is the client name. A node with this key can then participate only under
+    this name, and no other key can use the name unless --replace is given.
     """
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name}: expected one key, got {len(keys)}")
@@ -110,7 +110,8 @@ def submit_command(
     server: Server,
     ca: Authority,
     out: Annotated[
-        str | None, option("DIR", "Run directory on the server.", default="a new one in runs/")
+        str | None,
+        option("DIR", "Run directory on the server.", default="a new directory in runs/"),
     ] = None,
 ) -> None:
     """Start a run on a deployed server and its nodes, and follow its log."""
@@ -243,7 +244,7 @@ def peers_command(
         ),
     ] = 0,
 ) -> None:
-    """Join the public files of all sites into a peers file for secure aggregation, or show it.
+    """Combine all sites' public files into a peers file for secure aggregation, or show one.
 
     Each site runs this command itself, with the same options. The sites then compare the digest by
     phone, because the server must not be able to replace the files.
@@ -267,11 +268,11 @@ def peers_command(
     needed = peers.threshold(len(peers.peers))
     say(f"{plural(len(peers.peers), 'site')}, of which at most {peers.colluding} may collude")
     say(
-        f"a round needs {peers.least} sites; with all sites, it has a sum even if "
-        f"{len(rows) - needed} of them fail"
+        f"a round needs {peers.least} sites; if all sites participate, up to "
+        f"{len(rows) - needed} of them can fail"
     )
     say(f"digest: {secure.readable(peers.digest)}")
-    say("compare the digest with all other sites, by phone")
+    say("compare the digest with all other sites by phone")
 
 
 def status_command(
@@ -285,7 +286,7 @@ def status_command(
     ca: AuthorityOfServer = None,
     as_json: Json = False,
 ) -> None:
-    """Show the progress of a run, with its round and the state of each client."""
+    """Show a run's progress: the current round and the state of each client."""
     if where is not None and not Path(where).exists() and (":" in where or ca is not None):
         _show_server(where, ca, as_json=as_json)
         return
@@ -403,7 +404,8 @@ def authority_for(address: str, ca: Path | None) -> Path:
 
 def watch_command(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Run directory, or a directory of runs.")
+        Path,
+        typer.Argument(metavar="DIR", help="Run directory, or a directory that contains runs."),
     ] = RUNS,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 = any free port.")
@@ -425,14 +427,14 @@ def doctor_command(
         typer.Argument(metavar="[DIR]", help="Also check the keys and certificates in DIR."),
     ] = None,
     server: Annotated[
-        str | None, option("HOST:PORT", "Address of the control API of the server to check.")
+        str | None, option("HOST:PORT", "Also check the server with this control API address.")
     ] = None,
     ca: AuthorityOfServer = None,
     as_json: Json = False,
 ) -> None:
-    """Diagnose this machine, keys and certificates, or a server; exits with 1 on errors.
+    """Diagnose this machine, keys and certificates, or a server; exits with status 1 on errors.
 
-    Checks the machine's packages, GPUs, memory, disk and ports; the expiry dates and signatures of
+    Checks the machine's packages, GPUs, memory, disk, and ports; the expiry dates and signatures of
     certificates; the pairing and file modes of keys; and whether the server replies and its clock
     agrees.
     """

@@ -152,7 +152,7 @@ def example_command(
         Path, typer.Argument(metavar="DIR", help="Output directory; must be new or empty.")
     ],
 ) -> None:
-    """Write a small synthetic dataset of texts, signals or table rows."""
+    """Write a small synthetic dataset of texts, signals, or table rows."""
     write_example(kind, directory)
     run = SETTINGS.get(kind, f"felo --dataset {kind}:{{}}")
     say(f"fedhet run {run.format(directory)}")

@@ -193,7 +193,7 @@ Preset = Annotated[
     str | None,
     option(
         "NAME[,NAME]",
-        "Presets; a later preset overrides an earlier preset. See `fedhet presets`.",
+        "Presets; later presets override earlier presets. See `fedhet presets`.",
         autocompletion=complete_preset,
     ),
 ]
@@ -221,7 +221,7 @@ Pairs = Annotated[
 ]
 TRUST = option(
     "MODULE[,MODULE]",
-    "Modules that settings in DIR may import, in addition to those in FEDHET_TRUST.",
+    "Modules that settings in DIR may import, in addition to the modules in FEDHET_TRUST.",
 )
 
 

@@ -32,7 +32,7 @@ Paper = Annotated[
 
 def compare_command(
     directories: Annotated[
-        list[Path], typer.Argument(help="Run directories, or directories of runs.")
+        list[Path], typer.Argument(help="Run directories, or directories that contain runs.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory.")] = Path(
         "runs/compare"
@@ -49,7 +49,7 @@ def compare_command(
         str | None,
         option(
             "|".join(KINDS),
-            "Kind of model whose score orders the runs; methods may define additional kinds.",
+            "Sort the runs by this kind of model's score; methods may define additional kinds.",
             default="private if available",
         ),
     ] = None,
@@ -57,7 +57,7 @@ def compare_command(
         str | None,
         option(
             "|".join(PROTOCOLS),
-            "Test set whose score orders the runs: the common test set, or the clients' own "
+            "Sort the runs by the score on this test set: the common test set, or the clients' own "
             "test splits.",
             default="the method's headline",
         ),
@@ -66,7 +66,7 @@ def compare_command(
         str | None,
         option(
             "NAME[:KIND]",
-            "Baseline of the paired differences: a method, or the label of a run in the table. To "
+            "Baseline for the paired differences: a method, or the label of a run in the table. To "
             "select another kind of model, append :KIND.",
             default="local if present, otherwise the first",
         ),
@@ -82,15 +82,16 @@ def compare_command(
     figures: Annotated[
         str,
         option(
-            "NAME[,NAME]", "Method metrics to plot in addition to the accuracy, e.g. pseudo_error."
+            "NAME[,NAME]",
+            "Method-specific metrics to plot in addition to the accuracy, e.g. pseudo_error.",
         ),
     ] = "",
     test: Annotated[
         str,
         typer.Option(
             metavar="none|t|wilcoxon",
-            help="Test of the paired differences, with Holm's correction: t-test, or Wilcoxon "
-            "signed-rank test.",
+            help="Significance test for the paired differences, with Holm's correction: t-test, or "
+            "Wilcoxon signed-rank test.",
         ),
     ] = "none",
     latex: Annotated[
@@ -102,7 +103,7 @@ def compare_command(
     ] = False,
     paper: Paper = False,
 ) -> None:
-    """Compare runs by their mean and standard deviation over seeds.
+    """Compare runs by the mean and standard deviation of their scores over seeds.
 
     Writes an HTML report with tables and figures, and compare.json with all numbers. Groups with at
     least two common seeds are also compared seed by seed.
@@ -181,7 +182,7 @@ Client = Annotated[str, typer.Argument(help="Client name, as in the results tabl
 Best = Annotated[
     bool,
     typer.Option(
-        "--best", help="Use the models of the best round (keep-best) instead of the last round."
+        "--best", help="Use the models from the best round (keep-best), not from the last round."
     ),
 ]
 Trust = Annotated[str, TRUST]
@@ -197,22 +198,22 @@ def predict_command(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Image or text files, directories with such files, a table, or an .npz file "
-            "with an array x."
+            help="Image or text files, directories of image or text files, a table, or an .npz "
+            "file with an array x."
         ),
     ],
     kind: Kind = "private",
     best: Best = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     resize: Annotated[
-        bool, typer.Option("--resize", help="Resize images to the input size of the model.")
+        bool, typer.Option("--resize", help="Resize images to the model's input size.")
     ] = False,
     max_bytes: Annotated[
         int, typer.Option(min=1, help="Maximum size of the samples in memory, in bytes.")
     ] = 2**29,
     trust: Trust = "",
 ) -> None:
-    """Predict classes with probabilities, or numbers, for samples, using a client's model."""
+    """Predict classes with probabilities, or numbers, with a client's model."""
     with loading("PyTorch"):
         from fedhet.inference.client import (
             PredictedLabels,
@@ -265,7 +266,7 @@ def export_command(
         typer.Option(
             "--format",
             metavar="safetensors|pt2|onnx|peft|merged",
-            help="safetensors: weights only; pt2: program of torch.export; onnx: ONNX model; peft: "
+            help="safetensors: weights only; pt2: torch.export program; onnx: ONNX model; peft: "
             "directory of LoRA adapters; merged: directory of the base model with its adapters.",
         ),
     ],
@@ -302,7 +303,10 @@ def privacy_command(
     ] = 1e-5,
     merge: Annotated[
         Path | None,
-        option("COPY", "Another copy of LEDGER, such as a backup, whose entries are added first."),
+        option(
+            "COPY",
+            "Another copy of LEDGER, such as a backup. Its entries are added to LEDGER first.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -312,7 +316,7 @@ def privacy_command(
     ledger.
     """
     if not 0 < delta < 1:
-        raise SettingsError(f"--delta: expected number > 0 and < 1, got {delta:g}")
+        raise SettingsError(f"--delta: expected a number > 0 and < 1, got {delta:g}")
     if merge is not None:
         from fedhet.privacy.ledger import FOLDER, Ledger, read_ledger
 
@@ -351,8 +355,8 @@ def privacy_command(
     for client, count in unbounded.items():
         say(
             f"{client}: {count} entr{'y has' if count == 1 else 'ies have'} infinite epsilon, "
-            "because the noise is too small or could be removed in an earlier version. See "
-            "docs/privacy.md."
+            "because the noise is too small, or because an attacker can remove the noise of an "
+            "earlier version. See docs/privacy.md."
         )
     for client in sorted({r["client"] for r in rows if not r["guarantee"]}):
         say(f"{client}: no privacy guarantee, because the ledger contains runs without privacy")

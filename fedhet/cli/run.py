@@ -55,7 +55,7 @@ def run_command(
         str | None,
         option(
             "METHOD",
-            "Baseline method to run and to show next to the run, such as local.",
+            "Baseline method to run and to compare with METHOD, such as local.",
             autocompletion=complete_method,
         ),
     ] = None,
@@ -129,7 +129,7 @@ def sweep_command(
         str,
         option(
             "NAME[,NAME]",
-            "Method metrics to plot in addition to the accuracy.",
+            "Method-specific metrics to plot in addition to the accuracy.",
             default="the first",
         ),
     ] = "",
@@ -186,7 +186,10 @@ def check_sweepable(names: Iterable[str]) -> None:
     for name in names:
         if name in PER_RUN_SETTINGS:
             hint = PER_RUN_SETTINGS[name]
-            raise SettingsError(f"setting '{name}': set by this command for each run; {hint}")
+            raise SettingsError(
+                f"setting '{name}': cannot be swept, because this command sets it for each run; "
+                f"{hint}"
+            )
 
 
 def read_sweep(text: str, method: str) -> tuple[str, list[object]]:

@@ -136,7 +136,7 @@ def partition_command(
     clients: options.Clients = None,
     set_: options.Pairs = None,
 ) -> None:
-    """Show the partition as the number of samples per client and class, or group of targets."""
+    """Show the partition: each client's number of samples per class or group of targets."""
     values = gather(None, preset, config, set_, dataset=dataset, clients=clients)
     # The default method supports fewer tasks than `local`, which partitions data in the same way.
     given = validate({"method": "local"} | values)
@@ -173,11 +173,11 @@ def schema_command(
         str,
         option(
             "NAME,NAME…",
-            "Columns of numbers to treat as categories, such as codes.",
+            "Numeric columns to treat as categories, such as codes.",
         ),
     ] = "",
     missing: Annotated[
-        str, option("MARK,MARK…", "Additional markers of missing values, such as -999.")
+        str, option("MARK,MARK…", "Additional markers for missing values, such as -999.")
     ] = "",
     task: Annotated[
         str,
@@ -198,13 +198,13 @@ def schema_command(
     targets_only: Annotated[
         bool,
         typer.Option(
-            help="Describe only the targets, for images, signals, and texts; always set for .npz "
-            "files."
+            help="Describe only the targets; use with the label tables of images, signals, or "
+            "texts. Always on for .npz files."
         ),
     ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")] = Path("schema.toml"),
 ) -> None:
-    """Write the schema of a table, which all sites of a deployment must share."""
+    """Write the schema of a table. All sites of a deployment must use the same schema."""
     from fedhet.base.disk import write_text
     from fedhet.data.cells import read_table
     from fedhet.data.spec import DataSpec

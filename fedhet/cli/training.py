@@ -80,7 +80,7 @@ def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) ->
     """Execute a run per seed, each with a baseline if `against` is given, and compare the runs."""
     parent = run_directory(complete(by_seed[0]))
     if (parent / "config.toml").exists():
-        raise StateError(f"{parent} already contains a run. Use another directory with --out.")
+        raise StateError(f"{parent} already contains a run. Set --out to another directory.")
     runs = [
         _planned(f"seed {given.run.seed}", parent / f"seed-{given.run.seed}", given)
         for given in by_seed
@@ -235,8 +235,8 @@ def run_parallel(
                 outcome = future.result()
             except BrokenProcessPool:
                 outcome = (
-                    "a worker process was killed, possibly out of memory. Run the command again "
-                    "with fewer --jobs."
+                    "a worker process was killed, possibly because memory ran out. Run the command "
+                    "again with a lower --jobs."
                 )
             yield futures[future], outcome
 

@@ -39,11 +39,11 @@ from fedhet.wire.contract import Contract
 
 HEAD = """# Reference of the settings
 
-All settings of a run, with their defaults. The page of each [method](methods.md) lists the settings
-of that method, and the [guide](guide.md#settings) explains how to pass them. `make reference`
+All settings of a run, with their defaults. Each [method's page](methods.md) lists the method's
+settings, and the [guide](guide.md#settings) explains how to pass settings. `make reference`
 generates this page.
 
-`[0, 1)` is the range from 0 up to, but excluding, 1. Settings marked *per client* accept several
+`[0, 1)` is the range from 0 up to but excluding 1. Settings marked *per client* accept several
 values, which are assigned to the clients in turn.
 """
 BEGIN, END = "<!-- make reference -->", "<!-- end -->"

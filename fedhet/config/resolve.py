@@ -335,7 +335,7 @@ def _check_training_and_pool(config: Config) -> None:
     if semi != "none":
         given = f"with 'training.semi' = '{semi}'"
         if not spec.semi:
-            problem = f"unsupported by {name}, whose local training differs"
+            problem = f"unsupported by {name}, because its local training differs"
             raise invalid_setting("training.semi", semi, "none", problem)
         if not sources.sample_kind(run.data).changeable:
             able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)

@@ -88,7 +88,9 @@ class Peers:
                 raise SettingsError(f"name: expected unique names, got '{name}' twice")
         _check("sites", number, MIN_PEERS, MAX_PEERS)
         if len({peer.key for peer in self.peers}) < number:
-            raise SettingsError("key: expected a different key for each site, got one key twice")
+            raise SettingsError(
+                "key: expected a different key for each site, got the same key twice"
+            )
         _check("colluding", self.colluding, 1, number - 2)
         # Two disjoint sets of sites cannot both have more than half of the sites.
         lowest = max(number // 2 + 1, self.smallest)
@@ -157,7 +159,7 @@ def read_peers(path: str | Path) -> Peers:
         if not isinstance(sites, list):
             raise SettingsError(f"site: expected [[site]] tables, got {safe_repr(sites)}")
         if unknown := sorted(values.keys() - {*rules}):
-            raise SettingsError(f"{unknown[0]}: unknown, expected {', '.join(rules)}, [[site]]")
+            raise SettingsError(f"{unknown[0]}: unknown, expected {', '.join(rules)}, or [[site]]")
         for name in rules:
             if name not in values:
                 raise SettingsError(f"{name}: not found, expected an integer")
@@ -256,7 +258,7 @@ def own_key(peers: Peers, name: str, path: str | Path) -> X25519PrivateKey:
     key = read_key(path)
     if peers.peer(name).key != _public(key):
         rule = (
-            f"expected the private key of '{name}' in the peers file, got the key of another site"
+            f"expected the private key that matches '{name}' in the peers file, got a different key"
         )
         raise SettingsError(f"{path}: {rule}")
     return key
@@ -334,7 +336,7 @@ def _peer(values: Any) -> Peer:
     if not isinstance(values, dict):
         raise SettingsError(f"site: expected a table, got {safe_repr(values)}")
     if unknown := sorted(values.keys() - {"name", "key", "classes"}):
-        raise SettingsError(f"site: {unknown[0]}: unknown, expected name, key, classes")
+        raise SettingsError(f"site: {unknown[0]}: unknown, expected name, key, or classes")
     name, key, classes = values.get("name"), values.get("key"), values.get("classes", [])
     if not isinstance(name, str):
         raise SettingsError(f"name: expected a string, got {safe_repr(name)}")

@@ -54,7 +54,7 @@ PUBLIC_SOURCES = (
     ("data.public-fraction", "data.public-dataset"),
 )
 RESUME_CONFLICT = (
-    "resume: cannot be combined with preset, config or out, because the run directory determines "
+    "resume: cannot be combined with preset, config, or out, because the run directory determines "
     "the settings"
 )
 TRUST_VARIABLE = "FEDHET_TRUST"

@@ -151,7 +151,7 @@ def is_json(path: Path) -> bool:
 def _opened(path: Path, spec: DataSpec) -> Iterator[IO[str]]:
     """Open a row file, and convert all exceptions raised in the block to DataError."""
     if not path.name.lower().removesuffix(".gz").endswith(_FORMATS):
-        raise DataError(f"{path}: unsupported format, expected {', '.join(TEXT_ENDINGS)}")
+        raise DataError(f"{path}: unsupported format, expected one of {', '.join(TEXT_ENDINGS)}")
     with (
         reading(path, "table", ""),
         open_bounded(path, spec, newline="\n" if is_json(path) else "") as file,
@@ -233,7 +233,7 @@ def _rows(path: Path, spec: DataSpec, names: Sequence[str]) -> NumberedRows:
             header = [str(place) for place in range(1, len(row) + 1)] if by_number else row
             for name in [each for each in names if each not in header]:
                 settings = "data.text-column and data.label-column"
-                hint = f". Set {settings}, to numbers if the file has no header."
+                hint = f". Set {settings}, using column numbers if the file has no header."
                 raise missing_column_error(path, name, header, hint)
             check_unique_columns(path, header)
             if not by_number:
@@ -323,7 +323,7 @@ class Cells:
         if name in self.unusable:
             fix = "Exclude it with data.exclude."
             if name == self.spec.target:
-                fix = "Set data.task to multi-label if it lists the labels of each row."
+                fix = "Set data.task to multi-label if the column lists the labels of each row."
             raise DataError(
                 f"{self.path}: column {one_line(name)!r}: expected numbers, dates, or words, got "
                 f"{self.unusable[name]}. {fix}"
@@ -405,7 +405,7 @@ def read_table(path: Path, spec: DataSpec, size: int = 0) -> Cells:
         DataError: If the file is invalid, or if all tables together exceed `data.max-bytes`.
     """
     if not path.name.lower().endswith(ENDINGS):
-        raise DataError(f"{path}: unsupported format, expected {', '.join(ENDINGS)}")
+        raise DataError(f"{path}: unsupported format, expected one of {', '.join(ENDINGS)}")
     if path.name.lower().endswith(".parquet"):
         return _read_parquet(path, spec, size)
     return (_read_objects if is_json(path) else _read_fields)(path, spec, size)

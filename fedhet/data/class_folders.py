@@ -327,9 +327,9 @@ class Scan:
         if TRAIN not in path_of or (path_of[TRAIN] in flat and others):
             if others and all(self.listed(path).files for path in path_of.values()):
                 raise DataError(
-                    f"{first}: ambiguous directory, either a part or a class like the directories "
-                    f"next to it ({', '.join(others[:3])}). If {first.name} is a class, move all "
-                    f"class directories into {top / 'train'}; otherwise remove it."
+                    f"{first}: ambiguous directory, either a part of the data or a class like the "
+                    f"directories next to it ({', '.join(others[:3])}). If {first.name} is a "
+                    f"class, move all class directories into {top / 'train'}; otherwise remove it."
                 )
             if TRAIN not in path_of:
                 noun = self.files.noun
@@ -349,7 +349,7 @@ class Scan:
         if test == VALIDATION:
             name = path_of[test].name
             _warn_once(
-                f"{top}: using {name} as the common test set, because no labeled test exists"
+                f"{top}: using {name} as the common test set, because no labeled test data exists"
             )
         for name in others:
             reason = f"next to {path_of[TRAIN].name}"
@@ -569,8 +569,8 @@ def _class_level(folder: Folder, files: Files) -> int:
     if len(classes) > 1 and (odd or all(_PIECE.fullmatch(name) for name in low)):
         examples = ", ".join((odd or sorted(classes))[:3])
         raise DataError(
-            f"{folder.path}: expected one directory for each class, got names that look like "
-            f"pieces of a dataset ({examples}). Move the {files.noun} "
+            f"{folder.path}: expected one directory for each class, got directories that look "
+            f"like parts of a dataset, not like classes ({examples}). Move the {files.noun} "
             f"into class directories, set data.target if there is a labels.csv, or set {setting} "
             "if the names are classes."
         )

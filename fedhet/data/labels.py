@@ -149,7 +149,9 @@ def read_label_tables(
     if schema is None:
         others = [name for name in (*cells.columns, *cells.unusable) if name not in (FILE, by)]
         if not spec.target and len(others) != 1:
-            raise DataError(f"{path}: data.target must name the targets, from {', '.join(others)}")
+            raise DataError(
+                f"{path}: data.target must name target columns, one or more of {', '.join(others)}"
+            )
         target = spec.target or others[0]
         if names:
             schema = TableSchema(target=target, classes=tuple(names))

@@ -217,7 +217,7 @@ def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> li
         rows = np.flatnonzero(labels == label)
         if len(owners) > len(rows):
             raise ValueError(
-                f"class {label} has {len(rows)} samples, but {len(owners)} clients drew it"
+                f"class {label} has {len(rows)} samples, but {len(owners)} clients drew the class"
             )
         if owners:
             for part, piece in zip(owners, np.array_split(rows, len(owners)), strict=True):

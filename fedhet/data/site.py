@@ -152,7 +152,7 @@ class Declaration:
             if name in binding:
                 raise invalid_setting(name, values[name], f"{value!r} as declared by this site")
             LOG.info(
-                "%s = %r of the run is ignored, because %s declares another value",
+                "the run's %s = %r is ignored, because %s declares another value",
                 name, values[name], self.path,
             )  # fmt: skip
 
@@ -304,8 +304,8 @@ def _read(
         if len(dataset.classes) != (classes or len(dataset.classes)):
             raise DataError(
                 f"{tables[TRAIN]}: expected {classes} different labels, one for each class of the "
-                f"run, got {len(dataset.classes)}. If some are missing, list all classes in the "
-                f"order of the run in {root / CLASSES}."
+                f"run, got {len(dataset.classes)}. If some are missing, list all classes of the "
+                f"run, in its class order, in {root / CLASSES}."
             )
         return dataset, None, 0
     return _read_tree(root, files, spec, classes, names, like, unlabeled=unlabeled)
@@ -351,8 +351,8 @@ def _read_tree(
     if len(tree.classes) != classes:
         raise DataError(
             f"{root}: expected {classes} class directories, one for each class of the run, got "
-            f"{len(tree.classes)}. If some are missing, list all classes in the order of the run "
-            f"in {root / CLASSES}."
+            f"{len(tree.classes)}. If some are missing, list all classes of the run, in its class "
+            f"order, in {root / CLASSES}."
         )
     dataset, paths = tree.read(spec, like), tree.unlabeled
     if paths is None:
@@ -402,8 +402,8 @@ def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:
     classes = classes or max(2, len(names))
     if len(names) != classes or len(set(names)) != classes:
         raise DataError(
-            f"{path}: expected {classes} different class names, one per line, in the order of the "
-            f"run, got {len(names)} names ({len(set(names))} different)"
+            f"{path}: expected {classes} different class names, one per line, in the run's class "
+            f"order, got {len(names)} names ({len(set(names))} different)"
         )
     for name in names:
         if not name.isprintable():

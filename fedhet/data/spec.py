@@ -236,7 +236,7 @@ def reading(
     except Exception as error:
         if absent is not None and isinstance(error, FileNotFoundError):
             raise DataError(f"{path}: file not found{absent}") from error
-        hint = ". Save it in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        hint = ". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise DataError(f"{path}: not a readable {what} ({describe(error)}){hint}") from error
 
 
@@ -252,8 +252,8 @@ def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
 def no_test_error(owner: str, spec: DataSpec) -> DataError:
     """Return the error for a client without any test samples."""
     return DataError(
-        f"{owner}: no test samples found, data.test-fraction must be above 0 without a common test "
-        f"set, got {spec.test_fraction:g}"
+        f"{owner}: no test samples found. Without a common test set, data.test-fraction must be "
+        f"above 0, got {spec.test_fraction:g}"
     )
 
 

@@ -259,7 +259,7 @@ class RunData:
         if owners and (unused := [n for n in self.dataset.group_names if n not in owners]):
             more = f", and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
             LOG.warning(
-                "clients = %d excludes %d of %d owners in %s, which have the fewest samples: %s%s",
+                "clients = %d excludes the %d of %d owners with the fewest samples in %s: %s%s",
                 spec.clients, len(unused), len(self.dataset.group_names), spec.dataset,
                 one_line(", ".join(unused[:MAX_NAMED])), more,
             )  # fmt: skip
@@ -402,8 +402,8 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
     dataset = source.read(place, spec)
     if (task := find_task(spec.task)) is not type(dataset.task):
         raise SettingsError(
-            f"data.task: data.dataset = {spec.dataset!r} has targets of the task "
-            f"{dataset.task.name!r}, got {spec.task!r}. Set data.task to {dataset.task.name}"
+            f"data.task: expected {dataset.task.name!r}, the task of data.dataset = "
+            f"{spec.dataset!r}, got {spec.task!r}. Set data.task to {dataset.task.name}"
             + (f", or use {_OTHER_TASKS}." if task is not type(CLASSIFICATION) else ".")
         )
     dataset = replace(dataset, task=dataset.task.with_settings(spec))

@@ -218,8 +218,10 @@ def infer_schema(
     if not spec.columns:
         for name in [each for each in cells.columns if each not in excluded]:
             if reason := _names_rows(name, cells):
-                report(f"{name}: excluded, {reason}")
-                LOG.warning("%s: column %r is excluded: %s", cells.path, one_line(name), reason)
+                report(f"{name}: excluded, because {reason}")
+                LOG.warning(
+                    "%s: column %r is excluded, because %s", cells.path, one_line(name), reason
+                )
                 excluded.add(name)
         features = [name for name in (*cells.columns, *cells.unusable) if name not in excluded]
     if not features or not {*targets}.isdisjoint(features):
@@ -410,7 +412,7 @@ def encode(schema: TableSchema, cells: Cells, *, strict: bool = False) -> torch.
             LOG.warning("%s", one_line(f"{where}: read {', '.join(pairs)}"))
         if count := sum(unknown.values()):
             few = ", ".join(repr(text) for text in sorted(unknown)[:3])
-            fault = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
+            fault = f"{count} of {len(cells)} values, such as {few}, are not in the schema"
             if strict and count > schema.max_unknown * len(cells):
                 raise DataError(
                     f"{where}: {fault[:200]}, expected a fraction of at "

@@ -618,8 +618,8 @@ class MultiLabel(Task):
             report(f"{spec.target}: lists of {len(names)} labels; {absent} missing{advice}")
         if not 1 <= len(names) <= MAX_LABELS or len({*names}) < len(names):
             raise DataError(
-                f"{cells.path}: data.target {spec.target!r}: expected 1 to {MAX_LABELS} different "
-                f"labels, got {len(names)} ({len({*names})} different)"
+                f"{cells.path}: data.target = {spec.target!r}: expected 1 to {MAX_LABELS} "
+                f"different labels, got {len(names)} ({len({*names})} different)"
             )
         targets = cls()._targets(cells, names, spec.target, spec.missing)
         for place, name in enumerate(names):

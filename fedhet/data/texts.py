@@ -180,8 +180,8 @@ def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     if size > MAX_NEXT_TOKENS:
         raise SettingsError(
             f"data.dataset = {spec.dataset!r}: each token is a class, so the vocabulary must have "
-            f"at most {MAX_NEXT_TOKENS:,} tokens, got {size:,}. Set data.vocabulary, or a "
-            "data.tokenizer with fewer tokens."
+            f"at most {MAX_NEXT_TOKENS:,} tokens, got {size:,}. With data.tokenizer = "
+            "words, lower data.vocabulary; otherwise, choose a tokenizer with fewer tokens."
         )
     encode = _encode(spec, special=False)
 
@@ -274,8 +274,8 @@ def read_texts(
     if classes and len(names) != classes:
         raise DataError(
             f"{train}: expected {classes} different labels, one for each class of the run, got "
-            f"{len(names)}. If some are missing, list all classes in the order of the run in "
-            f"{train.parent / 'classes.txt'}."
+            f"{len(names)}. If some are missing, list all classes of the run, in its class order, "
+            f"in {train.parent / 'classes.txt'}."
         )
     return Dataset(
         spec.dataset,

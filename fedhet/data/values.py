@@ -552,13 +552,13 @@ def class_words(
 
 
 FEATURE_ADVICE = (
-    ". Correct such values, leave them empty, list them in data.missing, or name the column in "
+    ". Correct these values, leave them empty, list them in data.missing, or add the column to "
     "data.categories if its values are words."
 )
 """Advice for a feature column that mixes numbers and words."""
 MISSING_TARGET = "the target is missing. Remove the row."
 TARGET_ADVICE = (
-    ". Correct such values, or remove their rows. If the values are classes, set data.task to "
+    ". Correct these values, or remove their rows. If the values are classes, set data.task to "
     "classification."
 )
 """Advice for a numeric target that contains words."""
@@ -670,6 +670,6 @@ def _fault(
     ):
         return ""
     return (
-        f"{num_odd} of {num_numeric + num_odd} values, such as {', '.join(examples)[:100]}, are "
-        f"not a {noun}, unlike the other values"
+        f"{num_odd} of {num_numeric + num_odd} values, such as {', '.join(examples)[:100]}, "
+        f"cannot be read as a {noun}, unlike the other values"
     )

@@ -23,7 +23,7 @@ class AttackSettings(Schema):
         Field(
             "none",
             description="poisoning attack. paf, lie, and ofom poison the logits and weights of "
-            "clients that are drawn again in each round. The other attacks poison all values of "
+            "clients drawn anew in each round. The other attacks poison all values of "
             "the same clients in all rounds: multiplication by -1 (sign-flip), by attack.scale "
             "(scale), or alternately by attack.scale and -attack.scale (alternating), or addition "
             "of a vector that grows to attack.scale times the reply's norm (drift)",
@@ -41,8 +41,8 @@ class AttackSettings(Schema):
     )
     direction: Literal["round", "run"] = Field(
         "round",
-        description="paf, ofom: when the direction of the added vector is drawn: in each round, or "
-        "once per run",
+        description="paf, ofom: whether the direction of the added vector is drawn in each round "
+        "or once per run",
     )
 
     @model_validator(mode="after")
@@ -91,8 +91,8 @@ class PrivacySettings(Schema):
 
     epsilon: NonNegative = Field(
         0.0,
-        description="privacy budget (epsilon) that a run may consume per client, which determines "
-        "the noise; 0 = no privacy, unless 'noise-multiplier' is set",
+        description="maximum privacy budget (epsilon) of a run per client; determines the noise; "
+        "0 = no privacy, unless 'noise-multiplier' is set",
     )
     delta: Delta = Field(
         1e-5,
@@ -107,7 +107,7 @@ class PrivacySettings(Schema):
     class_clip: Positive = Field(
         5.0,
         description="methods based on class means: clipping norm (L2) of each sample's features or "
-        "logits before the sum over a class; for fd, at most 1",
+        "logits before summation over the class; for fd, at most 1",
     )
     class_noise: NonNegative = Field(
         0.0,

@@ -34,8 +34,8 @@ class ComputeSettings(Schema):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="floating-point precision of training; auto = bfloat16 on GPUs with native "
-        "support and CPUs with AMX, otherwise float32. Simulations record the selected precision "
-        "in config.toml",
+        "support and on CPUs with AMX, otherwise float32. Simulations record the selected "
+        "precision in config.toml",
     )
     channels_last: Literal["auto", "true", "false"] = machine_field(
         "auto", "whether images use the channels-last memory format; auto = true except on mps"
@@ -59,7 +59,7 @@ class ComputeSettings(Schema):
     )
     sample_mb: CountOrNone = machine_field(
         4096,
-        "maximum size of the samples that a worker caches in GPU memory, in MB, but at most half "
+        "maximum size of the samples that a worker caches in GPU memory, in MB; limited to half "
         "of the free memory; other samples are copied batch by batch",
     )
 
@@ -95,7 +95,7 @@ class EngineSettings(ComputeSettings):
         120.0, "maximum time to wait for clients and cluster machines at the start, in seconds"
     )
     min_clients: CountOrNone = machine_field(
-        0, "minimum number of clients with which a run starts after 'join-timeout'; 0 = all"
+        0, "minimum number of clients to start a run after 'join-timeout'; 0 = all"
     )
     round_timeout: Positive = machine_field(
         3600.0,
@@ -114,7 +114,7 @@ class EngineSettings(ComputeSettings):
     )
     min_samples_per_class: Count = Field(
         1,
-        description="methods based on class means: minimum number of samples of a class whose mean "
+        description="methods based on class means: minimum number of samples in a class mean that "
         "a client sends; 1 = a mean may equal the features of a single sample",
     )
     outlier_factor: NonNegative = Field(
@@ -204,8 +204,8 @@ class PaceSettings(Schema):
     select: Literal["random", "power-of-choice", "oort"] = Field(
         "random",
         description="client selection: uniformly at random (random), clients with the highest "
-        "losses among candidates drawn in proportion to their samples (power-of-choice), or fast "
-        "clients with high losses (oort)",
+        "losses among candidates drawn in proportion to their sample counts (power-of-choice), or "
+        "fast clients with high losses (oort)",
     )
     candidates: CountOrNone = Field(
         0,

@@ -86,9 +86,9 @@ class DataSettings(Schema):
     by: str = Field(
         "",
         description="text:FILE, table:FILE, labels.csv: column with the owner of each sample; "
-        "signal:DIR: array with the owners in train.npz. Each client is one owner. If there are "
-        "more owners than clients, the owners with the most samples are used; empty = use "
-        "'partition'",
+        "signal:DIR: array with the owners in train.npz. Each client gets the samples of one "
+        "owner. If there are more owners than clients, the owners with the most samples are used; "
+        "empty = use 'partition'",
     )
     alpha: Positive = Field(
         0.5, description="concentration of the Dirichlet distribution; smaller = more skewed"
@@ -125,7 +125,7 @@ class DataSettings(Schema):
     class_level: Annotated[int, Field(ge=0, le=4)] = Field(
         0,
         description="imagefolder:PATH, text:PATH: depth of the class directories below PATH or its "
-        "train and test directories; 0 = 1, or an error if the tree is ambiguous",
+        "train and test directories; 0 = automatic: 1, or an error if the tree is ambiguous",
     )
     text_column: Names = Field(
         ("text",),
@@ -144,8 +144,8 @@ class DataSettings(Schema):
     target: str = Field(
         "",
         description="table:PATH, labels.csv: label column, comma-separated target columns, or a "
-        "column with lists of labels; texts: the same, unless the task is classification "
-        "('label-column'); arrays: names of the targets",
+        "column with lists of labels; texts: the same, but use 'label-column' for "
+        "classification; arrays: names of the targets",
     )
     loss: Literal["auto", "squared", "huber", "absolute", "quantile"] = Field(
         "auto",
@@ -169,11 +169,11 @@ class DataSettings(Schema):
     exclude: Names = Field((), description="table:PATH: columns that are not features")
     categories: Names = Field(
         (),
-        description="table:PATH: columns of numbers that are treated as categories, such as codes; "
+        description="table:PATH: numeric columns to treat as categories, such as codes; "
         "may include the label column, also for texts",
     )
     missing: Names = Field(
-        (), description="table:PATH: additional markers of missing values, such as -999"
+        (), description="table:PATH: additional markers for missing values, such as -999"
     )
     decimal: Literal["auto", "point", "comma"] = Field(
         "auto",
@@ -181,8 +181,8 @@ class DataSettings(Schema):
     )
     date_order: Literal["auto", "dmy", "mdy"] = Field(
         "auto",
-        description="table:PATH: order of day, month and year in dates other than ISO 8601; auto = "
-        "detected from the values",
+        description="table:PATH: order of day, month, and year in dates other than ISO 8601; auto "
+        "= detected from the values",
     )
     tokenizer: str = Field(
         "words",
@@ -208,9 +208,9 @@ class DataSettings(Schema):
     )
     public_dataset: Annotated[str, A_DATASET] = Field(
         "",
-        description="public data, which no client owns: a value like 'dataset', generated (tables "
-        "and texts), or unused (training samples that 'max-samples' does not select); empty = use "
-        "'public-fraction'",
+        description="public data, which no client owns: a value as for 'dataset', generated "
+        "(tables and texts), or unused (training samples that 'max-samples' does not select); "
+        "empty = use 'public-fraction'",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -260,8 +260,8 @@ class ModelSettings(Schema):
     )
     assignment: Literal["cycle", "shuffle"] = Field(
         "cycle",
-        description="assignment of the pool to the clients: in turn (cycle), or in turn with a "
-        "subsequent shuffle",
+        description="assignment of models to clients: in turn (cycle), or in turn and then "
+        "shuffled (shuffle)",
     )
     num_classes: CountOrNone = Field(
         0,
@@ -313,9 +313,9 @@ class TrainingSettings(Schema):
     )
     augment: Augmentation = Field(
         "none",
-        description="augmentation of training samples. crop: translation of images by up to 1/8, "
-        "with black borders; flip: horizontal flip; randaugment: crop, flip, and two RandAugment "
-        "operations; tokens: random deletion and swaps of tokens",
+        description="augmentation of training samples. crop: translation of images by up to 1/8 "
+        "of their size, with black borders; flip: horizontal flip; randaugment: crop, flip, and "
+        "two RandAugment operations; tokens: random deletion and swaps of tokens",
     )
     keep_optimizer: bool = Field(
         False, description="whether to keep the optimizer state of private models across rounds"
@@ -330,8 +330,8 @@ class TrainingSettings(Schema):
     )
     semi_weight: NonNegative = Field(
         1.0,
-        description="fixmatch: weight of the unlabeled samples' mean loss, relative to labeled "
-        "samples",
+        description="fixmatch: weight of the mean loss on unlabeled samples, relative to the "
+        "loss on labeled samples",
     )
 
     def pools(self) -> dict[str, tuple[Scalar, ...]]:
@@ -375,8 +375,8 @@ class RunSettings(Schema):
     early_stopping: CountOrNone = Field(
         0,
         description="patience of early stopping: number of consecutive evaluations without "
-        "improvement of the headline metric, after which one more round runs; 0 = no early "
-        "stopping",
+        "improvement of the headline metric, after which the run ends with one more round; 0 = no "
+        "early stopping",
     )
     keep_best: bool = machine_field(
         False,
@@ -391,7 +391,7 @@ class RunSettings(Schema):
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
     )
     resume: bool = machine_field(
-        False, "whether to resume the run in 'out' after its last complete round, if it exists"
+        False, "whether to resume an existing run in 'out' after its last complete round"
     )
     data: DataSettings = DataSettings()
     models: ModelSettings = ModelSettings()

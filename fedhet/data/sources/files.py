@@ -392,7 +392,9 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
             )
         files = sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS))
         if not files:
-            raise DataError(f"{path}: no table found, expected files {', '.join(ENDINGS)}")
+            raise DataError(
+                f"{path}: no table found, expected files ending in one of {', '.join(ENDINGS)}"
+            )
         sites: list[Cells] = []
         for file in files:
             sites.append(read_table(file, spec, sites[-1].size if sites else 0))

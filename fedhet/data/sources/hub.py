@@ -179,7 +179,7 @@ def _check_card(root: Path) -> None:
             if "::" in pattern or ":" in parts[0] or parts[0] in ("", "~") or ".." in parts:
                 raise DataError(
                     f"{path}: expected a relative path below {root}, got {pattern!r}. Copy the "
-                    "files into it."
+                    "files into that directory."
                 )
 
 
@@ -245,8 +245,8 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
         has_texts = {*spec.text_column} & {*rows.features}
         hint = ". For texts, use --set sample-kind=text." if has_texts else ""
         raise DataError(
-            f"hf:{name}: expected one image column, got {len(columns)} among "
-            f"{', '.join(rows.features)}{hint}"
+            f"hf:{name}: expected exactly one image column among "
+            f"{', '.join(rows.features)}, got {len(columns)}{hint}"
         )
     return _images(rows[columns[0]], name, spec)
 

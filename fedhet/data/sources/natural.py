@@ -345,7 +345,7 @@ def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Spli
     if len(sizes) > 1 or {len(labels), len(persons)} != {len(signals[0])}:
         raise DataError(f"{directory}: all files must have the same number of windows")
     if not 1 <= labels.min() <= labels.max() <= classes:
-        raise DataError(f"{directory}: activities must be from 1 to {classes}")
+        raise DataError(f"{directory}: activities must be numbered from 1 to {classes}")
     x = torch.from_numpy(np.stack(signals, axis=1))
     return Split(x, torch.from_numpy(labels - 1)), persons
 

@@ -166,8 +166,8 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
         labels = convert_labels(y.reshape(-1), f"{path}: {part}_labels")
         if len(labels) != len(x) or not len(x):
             raise DataError(
-                f"{path}: expected as many images as labels in {part}, and at least one, got "
-                f"{len(x)} images and {len(labels)} labels"
+                f"{path}: expected at least one image, and as many labels as images, in {part}, "
+                f"got {len(x)} images and {len(labels)} labels"
             )
         images = np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2))
         splits.append(Split(torch.from_numpy(images), torch.from_numpy(labels)))
