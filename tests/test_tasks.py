@@ -734,7 +734,7 @@ def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
     ("values", "changes", "fault", "fix"),
     [
         (["1.5"] * 30 + [""], {}, "column 'stay': the target is missing. Remove the row.", None),
-        (["1.5"] * 30 + ["x"], {}, "Correct these values, or remove their rows.", None),
+        (["1.5"] * 30 + ["x"], {}, "Correct the invalid values, or remove their rows.", None),
         (["NA"] * 31, {}, "no values found. Set data.target to another column.", None),
         (["0", "1", "yes", "no"] * 9, {}, "Set data.task to classification if",
          {"task": "classification", "categories": ("stay",)}),

@@ -83,7 +83,7 @@ def test_windows_are_labeled_with_the_word_that_follows(tmp_path):
     one_file = load(spec("", **options | {"dataset": f"next-token:{tmp_path / 'train.txt'}"}))
     assert one_file.train.x.equal(data.train.x)
     assert one_file.test is None
-    with pytest.raises(SettingsError, match=r"at most 4,096 tokens, got 8,192. Set data.vocab"):
+    with pytest.raises(SettingsError, match=r"at most 4,096 tokens, got 8,192. With data.tok"):
         load(spec("", **options | {"vocabulary": 8192}))
     with pytest.raises(DataError, match=r"test.txt: expected more than data.max-tokens = 9 tokens"):
         load(spec("", **options | {"max_tokens": 9}))

@@ -231,7 +231,7 @@ def peers_command(
         typer.Option(
             min=0,
             help="Maximum number of samples that count toward a site's weight; choose a number "
-            "near the size of the largest site.",
+            "near the largest site's number of samples.",
         ),
     ] = 0,
     colluding: Annotated[

@@ -299,7 +299,7 @@ def _check_privacy(config: Config) -> None:
     for setting, model in _models_of_clients(config):
         suitable = models.group_norm_name(model)
         if suitable != model:
-            problem = f"the batch norms of {model} mix the samples of a batch"
+            problem = f"the batch norm layers of {model} mix the samples of a batch"
             _check_allowed(setting, model, (suitable,), switch, problem)
         elif model in models.WITHOUT_GRADIENTS:
             _check_allowed(setting, model, ("a neural network",), switch)

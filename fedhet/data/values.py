@@ -552,14 +552,14 @@ def class_words(
 
 
 FEATURE_ADVICE = (
-    ". Correct these values, leave them empty, list them in data.missing, or add the column to "
-    "data.categories if its values are words."
+    ". Correct the invalid values, leave them empty, list them in data.missing, or add the column "
+    "to data.categories if its values are words."
 )
 """Advice for a feature column that mixes numbers and words."""
 MISSING_TARGET = "the target is missing. Remove the row."
 TARGET_ADVICE = (
-    ". Correct these values, or remove their rows. If the values are classes, set data.task to "
-    "classification."
+    ". Correct the invalid values, or remove their rows. If the values are classes, set data.task "
+    "to classification."
 )
 """Advice for a numeric target that contains words."""
 
