@@ -252,7 +252,7 @@ def test_a_node_has_the_key_that_its_peers_know(tmp_path):
     assert node.peers == peers
     assert public(node.peers_key) == peers.peer("site-0").key
     assert "X25519" not in repr(node)
-    with pytest.raises(SettingsError, match="expected the private key of 'site-0'"):
+    with pytest.raises(SettingsError, match="expected the private key that matches 'site-0'"):
         read_node(node_of(tmp_path, "site-1")[0], masked)
     with pytest.raises(SettingsError, match="'stranger' not found"):
         read_node({**values, "name": "stranger"}, masked)
