@@ -110,7 +110,7 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
     [
         (SITES[:2], {}, "sites: expected an integer from 3 to 1000, got 2"),
         ((*SITES, SITES[0]), {}, "'site-0' twice"),
-        ((*SITES, ("b", KEYS[0])), {}, "one key twice"),
+        ((*SITES, ("b", KEYS[0])), {}, "same key twice"),
         ((*SITES, ("server", KEYS[5])), {}, "name: expected letters"),
         ((*SITES, ("../b", KEYS[5])), {}, "name: expected letters"),
         ((*SITES, ("b", KEYS[5][:31])), {}, "b: key: expected an X25519 public key"),
