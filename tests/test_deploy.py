@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import re
+import shutil
 import socket
 import threading
 
@@ -15,6 +16,7 @@ import pytest
 from bases import make_bases
 from federation import run, small, without_times
 from interruption import until
+from PIL import Image
 from safetensors import safe_open
 from test_tables import many, write
 
@@ -198,23 +200,29 @@ def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path
 def deployed_with_tables(simulated, table, config, root):
     """Deploy `config` on three sites with the rows of the clients of a simulation on `table`.
 
-    The sites share the schema. Returns the summary and the directories of the sites.
+    Returns the summary and the directories of the sites.
     """
     folders = site_folders(table, simulated, root / "sites")
+    for folder in folders:
+        (folder / "classes.txt").unlink()
+    return deployed_with_schema(simulated, folders, config, root), folders
+
+
+def deployed_with_schema(simulated, folders, config, root, kind="table"):
+    """Deploy `config` on three sites that share the schema of a simulation, and return the summary."""
     dataset = RunData.of(simulated.run).dataset
     with LocalDeployment(root / "deployment", nodes=3) as deployment:
         deployment.stop("site-0", "site-1", "site-2")  # started with partitions
         for k, folder in enumerate(folders):
             (folder / "schema.toml").write_text(dataset.schema.to_toml())
-            (folder / "classes.txt").unlink()
             node = {"data": folder, "name": f"client-{k}", "model": config.run.models.pool[k]}
             words = " ".join(f'{key}="{value}"' for key, value in node.items())
             deployment.start_node(k, **{"node-config": words})
-        there = {"models.num-classes": len(dataset.classes), "data.sample-kind": "table"}
+        there = {"models.num-classes": len(dataset.classes), "data.sample-kind": kind}
         changes = {**config.flat(), **there, "engine.join-timeout": 300.0}
         summary, said = to_the_end(deployment, resolve(changes), root / "run")
     assert not any("left out" in line for line in said)
-    return summary, folders
+    return summary
 
 
 @pytest.mark.slow
@@ -227,6 +235,45 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     simulated = small("felo", **common, **table)
     summary, _ = deployed_with_tables(simulated, everyone, small("felo", **common), tmp_path)
     assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sites_with_images_and_label_tables_give_the_numbers_of_a_simulation(tmp_path):
+    """The third site has no positive label, so its AUC is undefined and in no mean."""
+    images, rng, rows = tmp_path / "all" / "train", np.random.default_rng(0), []
+    images.mkdir(parents=True)
+    for k in range(90):
+        pixels, (a, b) = rng.integers(0, 80, (16, 16)), rng.integers(0, 2, 2)
+        pixels[:8, :8] += 120 * a
+        pixels[8:, :8] += 120 * b
+        name, owner = f"{k:03}.png", "pqr"[k % 3]
+        Image.fromarray(pixels.astype(np.uint8)).save(images / name)
+        rows.append([name, owner, *(("0", "0") if owner == "r" else (a, b if k % 7 else ""))])
+    write_labels(images, ["file", "site", "a", "b"], rows)
+    common = {"clients": 3, "rounds": 2, "models": ["cnn2", "mlp", "cnn3"]}
+    common |= {"data.task": "multi-label", "data.target": "a,b"}
+    tree = {"dataset": f"imagefolder:{tmp_path / 'all'}", "by": "site", "max_samples": 0}
+    simulated = small("fml", **common, **tree)
+    folders = [tmp_path / "sites" / str(k) for k in range(3)]
+    for k, folder in enumerate(folders):
+        for part, index in zip(
+            ("train", "test"), RunData.of(simulated.run).split_rows(k), strict=True
+        ):
+            (folder / part).mkdir(parents=True)
+            for row in index:
+                shutil.copy(images / rows[row][0], folder / part)
+            chosen = [[rows[row][0], *rows[row][2:]] for row in index]
+            write_labels(folder / part, ["file", "a", "b"], chosen)
+    summary = deployed_with_schema(simulated, folders, small("fml", **common), tmp_path, "image")
+    expected = run(simulated, tmp_path / "simulated")
+    assert summary["metrics"] == expected["metrics"]
+    assert summary["metrics"]["macro-auc"]["personal"]["private"]["clients"] == 2
+
+
+def write_labels(folder, header, rows):
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
 
 
 @pytest.mark.slow
