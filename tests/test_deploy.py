@@ -209,7 +209,7 @@ def deployed_with_tables(simulated, table, config, root):
 
 
 def deployed_with_schema(simulated, folders, config, root, kind="table"):
-    """Deploy `config` on three sites that share the schema of a simulation, and return the summary."""
+    """Deploy `config` on three sites with the schema of a simulation, and return the summary."""
     dataset = RunData.of(simulated.run).dataset
     with LocalDeployment(root / "deployment", nodes=3) as deployment:
         deployment.stop("site-0", "site-1", "site-2")  # started with partitions
