@@ -260,7 +260,7 @@ def test_arrays_that_cannot_be_meant_are_refused(trained, x, says):
     record = open_client(trained[0], MLP).record
     with pytest.raises(DataError, match=says):
         samples_for(record, x)
-    with pytest.raises(DataError, match="expected float32 in the range"):
+    with pytest.raises(DataError, match="expected unscaled float32 in the range"):
         samples_for(record.model_copy(update={"stored": "given"}), np.zeros((1, 8, 8), np.uint8))
 
 

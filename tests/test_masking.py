@@ -787,7 +787,7 @@ def test_only_the_same_request_is_answered_again_and_with_the_same_bytes(tmp_pat
         (request | {"nonce": "11" * 16}, instruction),
         (request | {"cohorts": {"0": kit.names[:3]}}, instruction),
     ):
-        with pytest.raises(MaskingError, match="round 1 of run run: expected a repetition"):
+        with pytest.raises(MaskingError, match="round 1 of run run: expected the same request"):
             kit.masked_with("site-00", {REQUEST: json.dumps(other)}, Knowledge(), 1, content)
 
 
@@ -802,7 +802,7 @@ def test_shares_are_revealed_for_one_list_of_survivors(tmp_path):
     assert kit.revealed == first
     kit.server._request.groups[0] = replace(kit.server._request.groups[0], survivors=())
     assert not kit.total(replies[1:]), "another list"
-    assert all("answered with its shares" in kit.revealed[n]["error"] for n in kit.names[1:])
+    assert all("has already sent its shares" in kit.revealed[n]["error"] for n in kit.names[1:])
     # Other shares for the same survivors: those of a second mask of the same site.
     kit.server._request.groups[0] = replace(kit.server._request.groups[0], survivors=())
     replies[0].knowledge.tensors[f"{SHARES}/0"][1, 5] ^= 1
@@ -831,7 +831,7 @@ def test_a_truncated_ledger_never_leads_to_a_second_vector(tmp_path):
         assert ledger.read_bytes() == line
         ledger.write_bytes(content)
         request = json.loads(kit.server.config("site-00")[REQUEST]) | {"nonce": "11" * 16}
-        with pytest.raises(MaskingError, match="expected a repetition"):
+        with pytest.raises(MaskingError, match="expected the same request"):
             kit.masked_with("site-00", {REQUEST: json.dumps(request)}, weights_of(rng))
 
 
@@ -851,7 +851,7 @@ def test_a_lost_reply_is_not_computed_again(tmp_path):
     kit.masked("site-00", weights_of(np.random.default_rng(0)))
     for path in (kit.root / "site-00" / "run" / "site-00").glob("masked-*"):
         path.unlink()
-    with pytest.raises(MaskingError, match="expected a repetition"):
+    with pytest.raises(MaskingError, match="expected the same request"):
         kit.masked("site-00", weights_of(np.random.default_rng(0)))
 
 

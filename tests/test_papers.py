@@ -118,7 +118,7 @@ def test_printed_numbers_are_in_the_tables_unit(name):
 
 
 # How many tables and figures each paper has.
-PARTS = re.compile(r"(Table|Fig)(?:s?\.|s)? ([0-9IVX]+[ab]?(?:(?:, | and )[0-9IVX]+[ab]?)*)")
+PARTS = re.compile(r"(Table|Fig)(?:s?\.|s)? ([0-9IVX]+[ab]?(?:(?:,? and |, )[0-9IVX]+[ab]?)*)")
 HAS = {
     "FedType": (range(1, 10), range(1, 9)),
     "Felo and Velo": (range(1, 5), range(1, 6)),
@@ -137,7 +137,7 @@ def parts_in(text):
     return {
         (kind, number)
         for kind, numbers in PARTS.findall(text)
-        for number in re.split(r", | and ", numbers)
+        for number in re.split(r",? and |, ", numbers)
     }
 
 

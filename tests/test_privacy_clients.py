@@ -858,7 +858,7 @@ def test_a_method_that_cannot_be_private_says_why(method):
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
-        ("felo", {"models": ["cnn2"]}, "batch norms of cnn2 mix.*expected cnn2-gn with"),
+        ("felo", {"models": ["cnn2"]}, "batch norm layers of cnn2 mix.*expected cnn2-gn with"),
         ("fedtype", {"proxy": "cnn2"}, "'fedtype.proxy': .* expected cnn2-gn .* got 'cnn2'"),
         ("fedtype", {"proxy": "cnn3"}, "'fedtype.proxy': .* expected cnn3-gn .* got 'cnn3'"),
         ("fedtype", {"backward": "conformal"}, "expected symmetric or topk or none"),
