@@ -173,8 +173,8 @@ def mutual_losses(
         mentor: Outputs of the mentor.
         mentee: Outputs of the mentee.
         labels: Labels, of shape [N].
-        options: Options of the distillation intensity.
-        loss_of: Loss function of another task (not in the paper), or None for the cross-entropy.
+        options: Options for the distillation intensity.
+        loss_of: Loss function of another task (not in the paper), or None for cross-entropy.
             The function returns the loss of each sample [N] if `options.by_sample` is set, and the
             mean loss of the batch otherwise.
         divergence_of: Function that maps a teacher's and a student's outputs to the divergence of

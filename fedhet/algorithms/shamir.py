@@ -61,7 +61,7 @@ def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
         weight * int.from_bytes(share, "big") % PRIME
         for weight, share in zip(_weights(numbers), shares.values(), strict=True)
     ]
-    # Without share a, the weight of share j is multiplied by 1 - j / a.
+    # If share `a` is excluded, the weight of share `j` is multiplied by 1 - j / a.
     moments = [
         sum(term * number**power for term, number in zip(weighted, numbers, strict=True)) % PRIME
         for power in range(MAX_WRONG + 1)

@@ -432,11 +432,11 @@ def doctor_command(
     ca: AuthorityOfServer = None,
     as_json: Json = False,
 ) -> None:
-    """Diagnose this machine, keys and certificates, or a server; exits with status 1 on errors.
+    """Diagnose this machine, keys and certificates, or a server; exit with status 1 on errors.
 
     Checks the machine's packages, GPUs, memory, disk, and ports; the expiry dates and signatures of
     certificates; the pairing and file modes of keys; and whether the server replies and its clock
-    agrees.
+    agrees with the clock of this machine.
     """
     from fedhet.deployment import doctor
 

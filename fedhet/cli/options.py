@@ -234,9 +234,9 @@ def gather(
     trust: str | None = None,
     **flags: str | bool | None,
 ) -> dict[str, object]:
-    """Merge the settings from presets, a file, and options such as `--set`, in this order.
+    """Merge the settings from presets, a file, and options such as `--set`, in that order.
 
-    If `resume` is given, the settings of the run in this directory replace presets and the file.
+    If `resume`, a run directory, is given, the settings of that run replace presets and the file.
     Raises SettingsError if a setting is unknown or invalid.
     """
     options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]

@@ -42,7 +42,7 @@ class CronusClient(FedMdClient):
         self.train_own(loss_of, self.private, optimizing, generator, labeled=union)
 
     def _loss(self, logits: Tensor, y: Tensor, consensus: Consensus) -> Tensor:
-        """Return the mean loss of logits [B, C] against targets [B] of the union."""
+        """Return the mean loss of logits [B, C] against targets [B] in the union label space."""
         is_own = y >= 0
         columns, classes = self.own_classes(logits, y)
         classes = classes.where(is_own, -1)

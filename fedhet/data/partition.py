@@ -402,10 +402,10 @@ def _draw_class(
 def _draw_subclasses(
     remaining: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, only_enough: bool
 ) -> Index:
-    """Draw the subclasses of one client: all subclasses (IID), or a number in `data.subclasses`.
+    """Draw the subclasses of one client: all subclasses (IID), or a random number of subclasses.
 
-    With `only_enough`, only subclasses with enough remaining rows are drawn. If there are too few,
-    another number in `data.subclasses` is tried.
+    The number is drawn from the range `data.subclasses`. With `only_enough`, only subclasses with
+    enough remaining rows are drawn. If there are too few, the other numbers in the range are tried.
     """
     present = np.array(sorted(remaining))
     if spec.subclasses == "all":

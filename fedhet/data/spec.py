@@ -347,5 +347,5 @@ class Source:
 
     @property
     def form(self) -> str:
-        """Form of the source in `data.dataset`, such as `npz:DIR`."""
+        """Syntax of the source in `data.dataset`, such as `npz:DIR`."""
         return f"{self.name}:{self.place}" if self.place else self.name

@@ -343,7 +343,7 @@ def _may_identify(reading: Reading, values: Distinct, cells: Cells) -> bool:
 
 
 def _names_rows(name: str, cells: Cells) -> str:
-    """Return the reason why a column only numbers or names the rows, or "" if it does not.
+    """Return the reason why a column is considered a row identifier, or "" if it is not.
 
     The rule does not use other columns, so it does not depend on `data.by`.
     """

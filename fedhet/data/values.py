@@ -373,7 +373,7 @@ def _date(text: str, order: str) -> float:
 
 
 def parse_dates(texts: Sequence[str], written: str) -> Numbers:
-    """Convert dates [D] in the given notation to days since 1970; other texts become NaN."""
+    """Convert dates [D] in the given format to days since 1970; other strings become NaN."""
     order = DATES.get(written, "")
     return np.array([_date(text, order) for text in texts], np.float64)
 
@@ -473,7 +473,7 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
         )
     words: dict[str, str] = {}
     for key, spellings in groups.items():
-        # Always prefer 1 to 1.0, so that two files have the same classes.
+        # Always use the spelling 1, not 1.0, so that class names match across files.
         is_integer = key.lstrip("+-").isdecimal()
         word = key if is_integer else max(sorted(spellings), key=lambda text: spellings[text])
         words |= dict.fromkeys(spellings, word)

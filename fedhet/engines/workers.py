@@ -198,11 +198,11 @@ class WorkerPool:
         """Run a task on any worker, and on another worker if the first worker is lost.
 
         Args:
-            client: Name of the client, for notices.
+            client: Client name, shown in notices.
             task: The task.
             timeout: Time limit in seconds, including the wait for a worker, or None for no limit.
-            alone: Whether no other task may run on any worker. The other workers release their GPU
-                memory first.
+            alone: If True, no other task runs on any worker meanwhile. The other workers release
+                their GPU memory first.
 
         Returns:
             The result of the task.

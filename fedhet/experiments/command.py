@@ -103,7 +103,7 @@ def table_command(
         ),
     ] = False,
 ) -> None:
-    """Reproduce tables of papers next to the printed numbers, or create the table of all methods.
+    """Reproduce tables of papers next to the published numbers, or create the table of all methods.
 
     Finished runs are kept, and interrupted runs continue.
     """

@@ -57,7 +57,7 @@ class Comparison(BaseModel, frozen=True, extra="forbid"):
     outcome: Literal["holds", "within noise", "does not hold", "not measured"]
     """Outcome; "within noise" if the difference does not exceed two standard errors."""
     difference: float | None = None
-    """Mean difference over the seeds, in the unit of the printed numbers, or None if not
+    """Mean difference over the seeds, in the unit of the published numbers, or None if not
     measured."""
     se: float | None = None
     """Standard error of `difference`."""
@@ -87,9 +87,9 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     remark: str = ""
     """Interpretation of the results, as entered by hand."""
     agreement: dict[str, float | None] = Field(default_factory=dict)
-    """Kendall's tau between measured and printed numbers, by column."""
+    """Kendall's tau between measured and published numbers, by column."""
     cells: dict[str, dict[str, Measured]] = Field(default_factory=dict)
-    """Measured values, by row and column, in the unit of the printed numbers."""
+    """Measured values, by row and column, in the unit of the published numbers."""
     comparisons: list[Comparison] = Field(default_factory=list)
 
     @property
@@ -141,7 +141,7 @@ class Results:
 
     plan: Plan
     cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
-    """Cells, with their measurements by seed in the unit of the printed numbers."""
+    """Cells, with their measurements by seed in the unit of the published numbers."""
     result: TableResult
 
 
@@ -192,9 +192,10 @@ def _rounded(value: float, digits: int = 4) -> float | None:
 def _compare(
     table: PaperTable, cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
 ) -> list[Comparison]:
-    """Return one comparison per claim, place, and compared pair of names.
+    """Compare each claim with the measurements, for each pair of names that the claim compares.
 
-    If a claim compares rows, its places are columns, and vice versa.
+    If a claim compares rows, there is one comparison per pair and column. If it compares columns,
+    there is one comparison per pair and row.
     """
     comparisons = []
     for claim in table.claims:
@@ -218,7 +219,7 @@ def _compare(
 
 
 def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) -> float:
-    """Return Kendall's tau between the measured and printed numbers in a column.
+    """Return Kendall's tau between the measured and published numbers in a column.
 
     The result is NaN if fewer than two rows have both numbers.
     """
@@ -351,7 +352,7 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
 
 
 def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: bool = False) -> Cells:
-    """Build the table of measured and printed numbers, with Kendall's tau in the last row.
+    """Build the table of measured and published numbers, with Kendall's tau in the last row.
 
     With `brief`, the table has no Kendall's tau, no standard deviations, and no rows without
     measurements.

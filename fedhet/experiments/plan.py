@@ -1,11 +1,11 @@
 """Declarations of tables in TOML files, and the runs that their cells need.
 
-The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
-claims. A cell has one run per seed. The settings of the size are overridden by the settings of the
-column, the row, and the entry in `places` for this row and column, in this order. At each level,
-presets are applied before individual settings. Cells with equal settings share their runs, so rows
-or columns can show different models from the same run. The table of all methods, `field.toml`,
-combines model architectures with splits of the data.
+The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, published numbers,
+and claims. A cell has one run per seed. The settings of the size are overridden by the settings of
+the column, the row, and the entry in `places` for this row and column, in this order. At each
+level, presets are applied before individual settings. Cells with equal settings share their runs,
+so rows or columns can show different models from the same run. The table of all methods,
+`field.toml`, combines model architectures with splits of the data.
 
 The name of a run's directory is a hash of its settings, so that different tables share runs.
 """
@@ -155,7 +155,7 @@ class PaperTable(_Part):
     metric: Metric
     """Metric of cells whose row and column do not set a metric."""
     unit: Literal["percent", "ratio"] = "percent"
-    """Unit of the printed numbers; accuracies are measured as fractions."""
+    """Unit of the published numbers; accuracies are measured as fractions."""
     notes: list[str] = Field(default_factory=list)
     """Notes on the table, such as omitted rows and the reasons."""
     sizes: dict[Size, Scale]
@@ -444,7 +444,7 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
 @dataclass(frozen=True)
 class FieldCell:
-    """Cell of the table of all methods, with its runs by seed or the reason for missing runs."""
+    """Cell of the table of all methods: its runs, keyed by seed, or the reason for missing runs."""
 
     method: str
     cell: Place

@@ -186,8 +186,8 @@ class TrainedClient:
     def predict(self, x: Tensor, kind: str = "private") -> Predictions | PredictedNumbers:
         """Predict the classes or targets of samples [N, *shape] that `samples_for` has scaled.
 
-        Returns labels with their probabilities if the task is multi-label, and numbers for other
-        tasks that are not classification.
+        Returns labels with their probabilities if the task is multi-label, and numbers for all
+        other non-classification tasks.
         """
         model, compute = self.model(kind), self._client.compute
         names, task = tuple(self.record.classes), self.record.task

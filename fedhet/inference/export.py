@@ -33,7 +33,7 @@ from fedhet.runs.storage import unshared
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft", "merged")
 """Export formats: weights only, a torch.export program, ONNX and, for models with adapters,
-adapters for the library peft or the base model with merged adapters."""
+adapters for the PEFT library or the base model with merged adapters."""
 DIRECTORIES = ("peft", "merged")
 """Export formats that consist of several files in a directory."""
 HEAD = "head.safetensors"

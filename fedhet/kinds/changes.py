@@ -2,7 +2,7 @@
 
 Images [N, C, H, W] are float32 in [-1, 1]; texts [N, L] are int64, padded with PADDING. All random
 numbers come from a CPU generator seeded by the caller. Only RandAugment imports torchvision,
-because this import takes as long as the import of PyTorch.
+because importing torchvision takes as long as importing PyTorch.
 
 RandAugment: Cubuk et al., Practical Automated Data Augmentation with a Reduced Search Space, 2020.
 Token deletion: Wei and Zou, EDA: Easy Data Augmentation, 2019. Token shuffling: Lample et al.,
@@ -139,7 +139,7 @@ def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
         factor, degrees = 1 + 0.9 * part, math.degrees(math.atan(0.3 * part))
 
         def affine(x: Tensor, move: list[int], shear: list[float]) -> Tensor:
-            """Shift images by pixels (right, down), or shear them around the upper left corner."""
+            """Shift images right and down, in pixels, or shear them about the upper left corner."""
             corner = [0.0, 0.0] if any(shear) else None
             transformed: Tensor = V.affine(x, 0.0, move, 1.0, shear, center=corner)
             return transformed

@@ -87,7 +87,7 @@ class CofedSettings(MethodSettings):
 
 
 def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
-    """Return the passes over the samples in local training and in update training."""
+    """Return the numbers of passes over the samples, in local and in update training."""
     updates = own.update_epochs or training.local_epochs
     return (
         Passes(1, training.batch_size, training.local_epochs),

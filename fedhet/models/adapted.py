@@ -277,7 +277,7 @@ def merged_base(model: Adapted) -> nn.Module:
 
 
 def peft_config(model: Adapted) -> dict[str, Any]:
-    """Return the content of adapter_config.json, the configuration file of the library peft."""
+    """Return the content of adapter_config.json, the configuration file of the PEFT library."""
     rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
     return {
         "peft_type": "LORA",

@@ -53,8 +53,8 @@ def signal_cnn(
 ) -> nn.Module:
     """Build a CNN with kernel size 5 and outputs [N, 64].
 
-    Each layer halves the number of time steps and is followed by dropout. `width` scales all
-    numbers of channels, rounded up.
+    Each layer halves the number of time steps and is followed by dropout. `width` scales every
+    channel count; the result is rounded up.
     """
     *widths, features = (scale_channels(channels, width) for channels in (*widths, HIDDEN))
     drop: list[nn.Module] = [Dropout(dropout)] if dropout else []

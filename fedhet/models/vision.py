@@ -55,7 +55,7 @@ def cnn(
         features: Width of the linear layer.
         dropout: Dropout rate after the last two batch norms and the linear layer, as in the
             ResNet-9 of UM-pFSSL (section VI-A).
-        width: Factor for all numbers of channels, which are rounded up.
+        width: Factor for every channel count; the result is rounded up.
     """
     *widths, features = (scale_channels(channels, width) for channels in (*widths, features))
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
@@ -72,7 +72,7 @@ def cnn(
 def mlp(shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float = 1.0) -> nn.Module:
     """Build a multilayer perceptron with ReLU: [N, *shape] -> [N, widths[-1]].
 
-    Dropout follows each hidden layer. `width` scales all numbers of units, rounded up.
+    Dropout follows each hidden layer. `width` scales every unit count; the result is rounded up.
     """
     widths = [scale_channels(units, width) for units in widths]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -171,7 +171,7 @@ def vision_resnet(
     """Build a torchvision ResNet without its head: [N, C, H, W] -> [N, 512 or 2048].
 
     For small images, the first convolution has a 3x3 kernel and stride 1, and no max-pooling
-    follows. `width` scales all numbers of channels, rounded up.
+    follows. `width` scales every channel count; the result is rounded up.
     """
     from torchvision.models import resnet
 

@@ -105,7 +105,7 @@ def write_for_paper(
 
 
 def write_figures_for_paper(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write the figures as PDFs, with the size and fonts of a paper, into `paper/`."""
+    """Write the figures as PDFs into `paper/`, with a size and fonts suitable for a paper."""
     out = Path(out_dir)
     directory = Folder(out / "paper", out)
     return [figure.write_for_paper(directory) for figure in drawings(comparison)]

@@ -351,7 +351,7 @@ class Codec:
             if training:
                 self.forget(name, round)
 
-    # Methods for remembered instructions; any thread may call these methods.
+    # Methods for remembered instructions. They may be called from any thread.
 
     def remembered(self, client: str, round: int) -> tuple[Knowledge | None, int]:
         """Return a client's training instruction for a round, and the digest of its weights.

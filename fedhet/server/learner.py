@@ -33,8 +33,8 @@ class Learner:
     """Trainer for a server model. Uses the run's training settings."""
 
     def __init__(self, model: HetModel, run: RunSettings) -> None:
-        # Use as many threads as the clients, because the number of threads affects floating-point
-        # sums.
+        # Use the same number of threads as each client does, because this number affects
+        # floating-point sums.
         torch.set_num_threads(run.engine.threads)
         self.model, self.run = model, run
         self.compute = compute_for(run.engine)

@@ -529,7 +529,7 @@ class ClientHealth:
                 self._silent[name] = (silent + 1, round)
                 if refused:  # Silence does not reset the count of refused replies.
                     self._refused[name] = refused
-        # The counts of a former member that returns start at zero again.
+        # If a former member returns, its counts restart at zero.
         self._gone |= dict.fromkeys(members, 0)
         for name in self._gone.keys() - set(members):
             self._gone[name] += 1

@@ -334,8 +334,8 @@ class Unmasking:
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
 
-        For each client that revealed wrong shares, records in `wrong` the clients whose masks the
-        shares belong to. Raises ValueError if a seed is unknown.
+        If a client revealed wrong shares, adds the owners of the affected masks to its entry in
+        `wrong`. Raises ValueError if a seed is unknown.
         """
         survivors, number = group.survivors, group.number
         lost = [name for name in group.cohort if name not in survivors]

@@ -99,7 +99,7 @@ def _read(kind: Any, text: str, separators: str) -> Any:
 
 
 def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
-    """Parse a list (in which `cnn2*3` repeats an item), or the two ends of a range."""
+    """Parse a list, where `cnn2*3` means three times `cnn2`, or the endpoints of a range."""
     if text.startswith("["):
         return _toml(text)
     if parts[-1] is not Ellipsis:  # The text is a range.

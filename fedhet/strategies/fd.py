@@ -42,7 +42,11 @@ class FdStrategy(FedHeStrategy):
         return Knowledge({"classes": classes, "probabilities": means})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the class means, and return the numbers of averaged classes and of sent classes."""
+        """Store the class means, and return how many classes were averaged and taught.
+
+        `classes_taught` is the number of classes that a client learns from other clients, averaged
+        over the clients that replied.
+        """
         metrics = super().aggregate(round, replies)
         totals = self._totals
         present = [reply.knowledge.tensors["classes"] for reply in replies]

@@ -57,7 +57,10 @@ class FactorsField(WeightsField):
         return expected
 
     def min_value(self, name: str) -> float | None:
-        """Return the minimum value of the update `name`. Updates of variances may be negative."""
+        """Return the lowest allowed value of the update `name`, or None for the default.
+
+        Updates to variances may be negative.
+        """
         return self.low
 
 

@@ -186,7 +186,7 @@ def _targets_in(paths: Iterable[Path], spec: DataSpec) -> Iterator[tuple[Path, n
 
 
 def target_fields(schema: TableSchema | None) -> dict[str, Any]:
-    """Return the fields `classes`, `schema`, and `task` of a dataset, or {} without a schema."""
+    """Return the fields `classes`, `schema`, and `task` of a dataset, or {} if it has no schema."""
     if schema is None:
         return {}
     return {"classes": schema.outputs, "schema": schema, "task": schema.task_object}

@@ -187,7 +187,8 @@ _ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # These are indices into the 14 columns 
 _ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
 _ADULT_COLUMNS = 15  # The last column is the class.
 _CHARACTER_BYTES = 4  # This is the size of a character in a NumPy text array.
-# Limit the length of each field, because NumPy allocates the longest length for all fields.
+# Limit the length of each field, because NumPy allocates the length of the longest field for every
+# field.
 _MAX_CHARACTERS = 200
 
 Rows = npt.NDArray[np.str_]
