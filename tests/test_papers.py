@@ -722,7 +722,7 @@ def test_all_tables_are_listed():
         (["felo-2", "--seeds", "0,0"], "--seeds: expected a list without duplicates"),
         (["felo-2", "--set", "lr=-1"], "'training.lr': expected number"),
         (["felo-2", "--rows", "Felo,alone"], "'--rows': expected rows of felo-2 .FedAvg"),
-        (["field", "--rows", "felo"], "'--rows': supported only for the tables of papers"),
+        (["field", "--rows", "felo"], "'--rows': supported only for paper tables"),
         (["felo-2", "--set", "seed=7"], "use --seeds"),
         (["felo-2", "--set", "out=here"], "use --out"),
     ],

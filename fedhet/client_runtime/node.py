@@ -114,7 +114,7 @@ class NodeSettings(Schema):
         description="peers file for secure aggregation; runs without it are rejected; empty = none",
     )
     peers_key: str = Field(
-        "", description="file of the private key for the site's entry in the peers file"
+        "", description="private key file that matches the site's entry in the peers file"
     )
 
     def budget(self) -> Budget | None:

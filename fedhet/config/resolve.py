@@ -254,15 +254,15 @@ def _check_against_malice(config: Config) -> None:
         closes = closing(run.pace, clients_per_round(run.clients, run.fraction), count).min_replies
         if malicious and closes < required:
             raise SettingsError(
-                f"setting 'pace.min-replies': the fastest {malicious} of {count} clients may be "
-                f"malicious ('defense.malicious-fraction' = {fraction:g}), expected at least "
-                f"{required} replies per round for '{average}', got {closes}. Set "
+                f"setting 'pace.min-replies': because the fastest {malicious} of {count} clients "
+                f"may be malicious ('defense.malicious-fraction' = {fraction:g}), '{average}' "
+                f"requires at least {required} replies per round, got {closes}. Set "
                 f"'pace.min-replies' to {required}, or lower 'defense.malicious-fraction'."
             )
         malicious, start = max_malicious(run.clients, fraction), run.engine.min_clients
         if 0 < start < min(2 * malicious + 1, run.clients):
             problem = (
-                f"the first {malicious} of {run.clients} clients to join may be malicious "
+                f"because the first {malicious} of {run.clients} clients to join may be malicious "
                 f"('defense.malicious-fraction' = {fraction:g})"
             )
             expected = f"0 or at least {2 * malicious + 1} for '{average}'"

@@ -305,7 +305,7 @@ def _read(
             raise DataError(
                 f"{tables[TRAIN]}: expected {classes} different labels, one for each class of the "
                 f"run, got {len(dataset.classes)}. If some are missing, list all classes of the "
-                f"run, in its class order, in {root / CLASSES}."
+                f"run in {root / CLASSES}, in the order that the run uses."
             )
         return dataset, None, 0
     return _read_tree(root, files, spec, classes, names, like, unlabeled=unlabeled)
@@ -351,8 +351,8 @@ def _read_tree(
     if len(tree.classes) != classes:
         raise DataError(
             f"{root}: expected {classes} class directories, one for each class of the run, got "
-            f"{len(tree.classes)}. If some are missing, list all classes of the run, in its class "
-            f"order, in {root / CLASSES}."
+            f"{len(tree.classes)}. If some are missing, list all classes of the run in "
+            f"{root / CLASSES}, in the order that the run uses."
         )
     dataset, paths = tree.read(spec, like), tree.unlabeled
     if paths is None:

@@ -428,8 +428,9 @@ class Regression(Task):
         is_ascending = all(low < high for low, high in pairwise((0, *levels, 1)))
         if self.loss_name not in LOSSES or bool(levels) != needed or not is_ascending:
             raise ValueError(
-                f"loss_name: expected one of {', '.join(LOSSES)}, with ascending quantiles for "
-                f"{QUANTILE} only, got {self.loss_name!r} and {levels}"
+                f"loss_name: expected one of {', '.join(LOSSES)}; quantiles: expected ascending "
+                f"values between 0 and 1 if loss_name is {QUANTILE!r}, and otherwise none; got "
+                f"loss_name = {self.loss_name!r}, quantiles = {levels}"
             )
 
     @property

@@ -274,8 +274,8 @@ def read_texts(
     if classes and len(names) != classes:
         raise DataError(
             f"{train}: expected {classes} different labels, one for each class of the run, got "
-            f"{len(names)}. If some are missing, list all classes of the run, in its class order, "
-            f"in {train.parent / 'classes.txt'}."
+            f"{len(names)}. If some are missing, list all classes of the run in "
+            f"{train.parent / 'classes.txt'}, in the order that the run uses."
         )
     return Dataset(
         spec.dataset,

@@ -278,7 +278,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
         option = "" if address == AUTO else f" --address={address}"
         raise FedhetError(
             f"cannot join the Ray cluster {address!r} ({error_text(error)}). Add this machine with "
-            f"`ray start{option}`, and set RAY_AUTH_MODE and the token as on the cluster."
+            f"`ray start{option}`, and set RAY_AUTH_MODE and the token to the cluster's values."
         ) from error
 
 

@@ -31,8 +31,8 @@ def table_command(
         str,
         typer.Option(
             metavar="tiny|small|paper",
-            help="Digits in minutes, the paper's data with small networks, or the paper's "
-            "settings.",
+            help="Size of the runs: tiny = a small dataset such as digits, in minutes; small "
+            "= the paper's data or similar data, small networks; paper = the paper's settings.",
         ),
     ] = "tiny",
     seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Seeds of each cell.")] = "0,1,2",
@@ -103,7 +103,7 @@ def table_command(
         ),
     ] = False,
 ) -> None:
-    """Reproduce tables of papers next to the published numbers, or create the table of all methods.
+    """Reproduce paper tables next to the published numbers, or create the table of all methods.
 
     Finished runs are kept, and interrupted runs continue.
     """
@@ -114,13 +114,13 @@ def table_command(
     if methods and name != "field":
         raise SettingsError(f"'--methods': supported only for `fedhet table field`, got {name!r}")
     if rows and name in (None, "claims", "field"):
-        raise SettingsError(f"'--rows': supported only for the tables of papers, got {name!r}")
+        raise SettingsError(f"'--rows': supported only for paper tables, got {name!r}")
     if name is None:
         rows_listed = json.loads(LIST.read_text(encoding="utf-8"))
         console.print(listing("table", "description", "source", "runs per seed", rows=rows_listed))
         return
     if show and name in ("claims", "field"):
-        raise SettingsError(f"'--show': supported only for the tables of papers, got {name!r}")
+        raise SettingsError(f"'--show': supported only for paper tables, got {name!r}")
     with loading():
         from fedhet.experiments import making
 

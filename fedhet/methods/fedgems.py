@@ -35,7 +35,8 @@ class FedGemsSettings(MethodSettings):
     )
     self_training: bool = Field(
         True,
-        description="whether to train only with labels on correctly predicted samples (Table 5)",
+        description="whether to train on correctly predicted samples with the labels alone, "
+        "without logits (Table 5)",
     )
     self_distillation: bool = Field(
         True,

@@ -39,7 +39,8 @@ class FedTypeSettings(MethodSettings):
     )
     proxy_loss: Literal["ce+kl", "kl"] = Field(
         "ce+kl",
-        description="loss of the proxy: cross-entropy plus scaled Eq. 1, or Eq. 1 alone",
+        description="loss of the proxy: cross-entropy plus the scaled loss of Eq. 1, or the loss "
+        "of Eq. 1 alone",
     )
     order: Literal["joint", "alternating"] = Field(
         "joint",

@@ -16,7 +16,7 @@ from fedhet.wire.identity import ClientInfo
 class VeloSettings(felo.FeloSettings):
     """Settings of Velo."""
 
-    interval: Count = Field(1, description="interval between trainings of the CVAE, in rounds")
+    interval: Count = Field(1, description="training interval of the CVAE, in rounds")
     samples_per_class: Count = Field(
         1, description="number S of synthetic features sent per class and round"
     )

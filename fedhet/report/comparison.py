@@ -601,7 +601,7 @@ def _baselines(
         runs = [run for group in baselines for run in group.runs]
         kinds = sorted({kind for run in runs for kind in run.kinds(column[0])})
         raise SettingsError(
-            "--against: expected NAME:KIND with a kind of model that was evaluated for "
+            "--against: expected NAME:KIND, where KIND is a model kind that was evaluated for "
             f"{name!r} {where(column[0])} ({', '.join(kinds) or 'none'}), got {kind!r}"
         )
     return baselines, baseline_column

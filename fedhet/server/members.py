@@ -467,10 +467,10 @@ class ClientHealth:
         """Create an empty record.
 
         Args:
-            max_refusals: Consecutive refused replies after which a client is excluded; 0 means
-                never.
-            max_silences: Consecutive rounds without a reply after which a client is called less
-                often; 0 means never.
+            max_refusals: Consecutive rounds with refused replies until a client is excluded; 0
+                means never.
+            max_silences: Consecutive rounds without a reply until a client is called less often; 0
+                means never.
             notice: Function that shows a message to the user.
         """
         self._max_refusals, self._max_silences = max_refusals, max_silences

@@ -297,8 +297,8 @@ class SpooledPayload(Parameters):
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StateError(
-                f"cannot read the reply of {self._path.name}: {error_reason(error)}. A method must "
-                "copy the weights of a reply that it uses after the round."
+                f"cannot read the reply of {self._path.name}: {error_reason(error)}. A method "
+                "that uses the weights of a reply after the round must copy them."
             ) from error
 
 

@@ -124,18 +124,18 @@ class EngineSettings(ComputeSettings):
     )
     max_refusals: CountOrNone = Field(
         3,
-        description="number of consecutive rounds with a rejected reply after which a client is "
+        description="number of consecutive rounds with rejected replies until a client is "
         "excluded; 0 = never",
     )
     max_silences: CountOrNone = Field(
         2,
-        description="number of consecutive rounds without a reply after which a client is called "
-        "less often (exponential backoff); 0 = no backoff",
+        description="number of consecutive rounds without a reply until a client is called less "
+        "often (exponential backoff); 0 = no backoff",
     )
     max_divergences: CountOrNone = Field(
         3,
         description="number of consecutive rounds with divergent training of the server's model "
-        "after which the run stops; 0 = never",
+        "until the run stops; 0 = never",
     )
 
     @model_validator(mode="after")
