@@ -355,7 +355,7 @@ def test_malicious_clients_must_not_be_the_majority_by_being_fast(changes, least
     with pytest.raises(SettingsError) as caught:
         resolve({**base, **changes})
     message = str(caught.value)
-    assert f"expected at least {least}" in message
+    assert f"requires at least {least}" in message
     assert "setting 'pace.min-replies'" in message
     assert "'defense.malicious-fraction'" in message
     resolve({**base, **changes, "pace.min-replies": float(least)})
