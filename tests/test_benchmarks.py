@@ -22,7 +22,8 @@ def test_the_settings_of_a_compared_run_are_valid(name):
              if option == "--set"]  # fmt: skip
     pool = words[words.index("--models") + 1].split(",") if "--models" in words else []
     values = {"models.pool": pool} if pool else {}
-    resolve({"method": method, **values, **parse_pairs(pairs, method)})
+    config = resolve({"method": method, **values, **parse_pairs(pairs, method)})
+    assert config.run.method == method
 
 
 def test_tasks_compares_each_method_with_local_training_on_the_same_models(tmp_path, monkeypatch):

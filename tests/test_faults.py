@@ -169,12 +169,12 @@ def test_a_client_killed_in_training_is_named_and_rejoins(deployment, tmp_path):
     going = Run(deployment, tmp_path / "run")
     going.wait_for_round(2)
     training(deployment, 1).kill()
-    found = going.end()
-    assert len(found) == ROUNDS
-    assert failed(found[1]) == {"client-1"}
-    assert found[1]["answered"] == ["client-0", "client-2"]
+    recorded = going.end()
+    assert len(recorded) == ROUNDS
+    assert failed(recorded[1]) == {"client-1"}
+    assert recorded[1]["answered"] == ["client-0", "client-2"]
     assert any("client-1 is dropped from round 2" in line for line in going.said)
-    assert found[-1]["answered"] == ["client-0", "client-1", "client-2"]
+    assert recorded[-1]["answered"] == ["client-0", "client-1", "client-2"]
     # It trained on from what round 1 left it; round 2 left nothing.
     assert "round-000002.safetensors" not in states(deployment, 1)
     assert "round-000001.safetensors" in states(deployment, 1)
@@ -187,11 +187,11 @@ def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path)
     kill_node(deployment, 1)
     before = states(deployment, 1)
     bring_back(deployment, 1)
-    found = going.end()
-    assert len(found) == 5
-    assert "client-1" in failed(found[1])
-    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
-    assert "client-1" in found[-1]["answered"]
+    recorded = going.end()
+    assert len(recorded) == 5
+    assert "client-1" in failed(recorded[1])
+    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in recorded)
+    assert "client-1" in recorded[-1]["answered"]
     assert before == ["round-000001.safetensors"]
     assert states(deployment, 1)[-1] == "round-000005.safetensors"
     assert not any("left out" in line and "another task" in line for line in going.said)
@@ -211,18 +211,18 @@ def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment,
             done = going.rounds_done()
             kill_tree(deployment.processes[site_name(1)])
             until(lambda done=done: going.rounds_done() > done)  # a crash a round
-        found = going.end()
-    usual = found[0]["seconds"]["total"]
-    waited = [record["seconds"]["total"] for record in found]
-    assert len(found) == rounds
+        recorded = going.end()
+    usual = recorded[0]["seconds"]["total"]
+    waited = [record["seconds"]["total"] for record in recorded]
+    assert len(recorded) == rounds
     assert max(waited) < 60 + 60 + 2 * usual, waited
     felt = [
         failed(r) == {"client-1"} or t > min(waited) + 30
-        for r, t in zip(found, waited, strict=True)
+        for r, t in zip(recorded, waited, strict=True)
     ]
     assert sum(felt) >= crashes / 2, "the crashes cost nothing?"
-    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
-    assert "client-1" in found[-1]["answered"]
+    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in recorded)
+    assert "client-1" in recorded[-1]["answered"]
 
 
 def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path):
@@ -233,10 +233,10 @@ def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path)
     until(lambda: going.rounds_done() >= 2)
     with contextlib.suppress(psutil.NoSuchProcess):
         hanging.resume()  # and now it answers late
-    found = going.end()
-    assert failed(found[1]) == {"client-2"}
-    assert found[1]["seconds"]["total"] < 160
-    assert found[-1]["answered"] == ["client-0", "client-1", "client-2"]
+    recorded = going.end()
+    assert failed(recorded[1]) == {"client-2"}
+    assert recorded[1]["seconds"]["total"] < 160
+    assert recorded[-1]["answered"] == ["client-0", "client-1", "client-2"]
 
 
 @pytest.mark.parametrize("clients_too", [False, True], ids=["the server", "server and clients"])
@@ -332,11 +332,11 @@ def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
     for process in asleep:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
-    found = going.end()
-    assert len(found) == 4
-    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in found)
-    assert all(failed(record) <= {"client-1"} for record in found)
-    assert "client-1" in found[-1]["answered"]
+    recorded = going.end()
+    assert len(recorded) == 4
+    assert all({"client-0", "client-2"} <= set(record["answered"]) for record in recorded)
+    assert all(failed(record) <= {"client-1"} for record in recorded)
+    assert "client-1" in recorded[-1]["answered"]
 
 
 def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deployment, tmp_path):
@@ -357,12 +357,12 @@ def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deploym
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.resume()
         until(lambda process=process: not is_alive(process) or going.rounds_done() == 14)
-    found = going.end()
-    assert len(found) == 14
-    assert not any(map(failed, found))
-    assert any("client-2" in record.get("late", []) for record in found)
-    assert any("client-2" in record.get("ages", {}) for record in found)
-    assert all(len(record["answered"]) >= 2 for record in found)
+    recorded = going.end()
+    assert len(recorded) == 14
+    assert not any(map(failed, recorded))
+    assert any("client-2" in record.get("late", []) for record in recorded)
+    assert any("client-2" in record.get("ages", {}) for record in recorded)
+    assert all(len(record["answered"]) >= 2 for record in recorded)
     said = " ".join(going.said)
     assert "closed without client-2 (late: still training)" in said
     assert "client client-2's reply for round" in said

@@ -58,8 +58,8 @@ def test_a_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, m
         if mean is not None:
             np.testing.assert_allclose(told["logits"], mean, rtol=1e-5, atol=1e-6)
         for proxy, result in answers:
-            client, found = client_of(proxy), reply_of(result).tensors["logits"]
-            assert found.shape == (40, 1)
+            client, logits = client_of(proxy), reply_of(result).tensors["logits"]
+            assert logits.shape == (40, 1)
             if client.info.model == "mlp":
                 continue
             public, x, y = client.public, client.x.numpy(), client.y.numpy()
@@ -69,7 +69,7 @@ def test_a_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, m
                 x, y = np.r_[x, public.x.numpy()], np.r_[y, public.y.numpy()]
             predict = fitted(client.info.model, x, y)
             expected = predict(public.x.numpy()[told["asked"]])
-            np.testing.assert_allclose(found[:, 0], expected, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(logits[:, 0], expected, rtol=1e-3, atol=1e-4)
         mean = np.mean([reply_of(result).tensors["logits"] for _, result in answers], 0)
         server.strategy.aggregate_fit(number, answers, [])
 
@@ -79,7 +79,7 @@ def test_a_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(t
     server.play(1)
     asked = server.ask(2)
     for proxy, result in server.answers(asked):
-        client, found = client_of(proxy), reply_of(result).tensors["logits"]
+        client, logits = client_of(proxy), reply_of(result).tensors["logits"]
         if client.info.model == "mlp":
             continue
         teacher, public = client.state.tensors["logits"].numpy(), client.public
@@ -91,7 +91,7 @@ def test_a_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(t
             np.unpackbits(wanted, count=len(public))
         )  # fmt: skip
         expected = fitted(client.info.model, x, y)(public.x.numpy()[rows])
-        np.testing.assert_allclose(found[:, 0], expected, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(logits[:, 0], expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -105,12 +105,12 @@ def test_an_interrupted_run_fits_the_same_regressors_again(tmp_path, method):
 
 def test_predictions_help_regressors(tmp_path):
     """Sites with different targets learn more about the common test set from each other."""
-    found = {}
+    errors = {}
     for method in ("local", "ds-fl"):
         config = on_diabetes(method, **{"models.pool": ["sk-svm", "sk-gam"], "data.alpha": 0.1})
         summary = run(config, tmp_path / method)
-        found[method] = summary["metrics"]["rmse"]["common"]["private"]["mean"]
-    assert found["ds-fl"] < found["local"] - 2
+        errors[method] = summary["metrics"]["rmse"]["common"]["private"]["mean"]
+    assert errors["ds-fl"] < errors["local"] - 2
 
 
 @pytest.mark.parametrize(

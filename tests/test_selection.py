@@ -99,10 +99,10 @@ def test_as_many_as_asked_for_none_twice_whatever_the_order(select):
         pace = PaceSettings(select=select, over_selection=more)
         sampler = ClientSampler(RunSettings(pace=pace, fraction=count / len(NAMES)))
         sampler.load_dict({"clients": history})
-        found = sampler.choose(3, members)
-        assert found == sorted(set(found))
-        assert len(found) == count
-        assert found == sampler.choose(3, members[::-1])
+        chosen = sampler.choose(3, members)
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == count
+        assert chosen == sampler.choose(3, members[::-1])
 
 
 @pytest.mark.parametrize("select", ["power-of-choice", "oort"])

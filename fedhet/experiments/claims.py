@@ -82,11 +82,11 @@ def find_finished(
     of the tables, the tables included in fedhet are returned.
     """
     source = folder or default
-    found = [each for each in read_finished(source) if each.table in names]
-    if found or folder:
-        return found, f"the tables in {source}"
-    found = [each for each in read_finished(MEASURED) if each.table in names]
-    return found, "the tables that come with fedhet"
+    results = [each for each in read_finished(source) if each.table in names]
+    if results or folder:
+        return results, f"the tables in {source}"
+    results = [each for each in read_finished(MEASURED) if each.table in names]
+    return results, "the tables that come with fedhet"
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class TestedClaim:
                 ratio = 2 * each.se / each.difference if each.difference else math.inf
                 needed[ratio > 0].append(len(self.result.seeds) * ratio**2)
         refuting, confirming = needed[False], needed[True]
-        found = min(refuting) if refuting else max(confirming, default=math.inf)
-        return math.floor(found) + 1 if math.isfinite(found) else None
+        seeds = min(refuting) if refuting else max(confirming, default=math.inf)
+        return math.floor(seeds) + 1 if math.isfinite(seeds) else None
 
 
 def verdict_of(outcomes: Collection[str]) -> str:
@@ -172,12 +172,12 @@ def counted(claims: Sequence[TestedClaim]) -> Cells:
     for paper in (*papers, "all"):
         every = [n for n in table_names() if paper in (paper_of(n), "all") and claims_of(n)]
         for size in SIZES:
-            found = [c for c in claims if c.result.size == size and paper in (c.paper, "all")]
-            if not found:
+            checked = [c for c in claims if c.result.size == size and paper in (c.paper, "all")]
+            if not checked:
                 continue
-            made = {claim.result.table for claim in found}
-            verdicts = Counter(claim.verdict for claim in found)
-            row = (paper, size, f"{len(made)} of {len(every)}", str(len(found)))
+            finished = {claim.result.table for claim in checked}
+            verdicts = Counter(claim.verdict for claim in checked)
+            row = (paper, size, f"{len(finished)} of {len(every)}", str(len(checked)))
             counts = (str(verdicts[verdict]) for verdict in VERDICTS)
             for column, text in zip(columns.values(), (*row, *counts), strict=True):
                 column.append(Cell(text))

@@ -150,11 +150,11 @@ class FieldResults:
 
     def by_seed(self, method: str, cell: Place, measure: str) -> pd.Series:
         """Return a measurement of a method in a cell, by seed."""
-        found = self.runs
-        if found.empty:
+        runs = self.runs
+        if runs.empty:
             return pd.Series(dtype=float)
-        place = (found["architectures"] == cell[0]) & (found["split"] == cell[1])
-        rows = found[place & (found["method"] == method)]
+        place = (runs["architectures"] == cell[0]) & (runs["split"] == cell[1])
+        rows = runs[place & (runs["method"] == method)]
         return rows.set_index("seed")[measure].astype(float)
 
     @property
@@ -172,15 +172,15 @@ class FieldResults:
         scopes = {EVERYWHERE: plan.cells}
         for line in plan.table.architectures:
             scopes[line.name] = [cell for cell in plan.cells if cell[0] == line.name]
-        found = {}
+        rankings = {}
         for protocol, (scope, cells) in product(PROTOCOLS, scopes.items()):
             means = pd.DataFrame(index=pd.MultiIndex.from_tuples(cells))
             for method in self.ranked_methods:
                 each = [self.by_seed(method, cell, protocol) for cell in cells]
                 means[method] = [v.mean() if v.count() == count else NAN for v in each]
             if ranking := ranked(means, count):
-                found[protocol, scope] = ranking
-        return found
+                rankings[protocol, scope] = ranking
+        return rankings
 
 
 def collect(plan: FieldPlan) -> FieldResults:
@@ -199,9 +199,9 @@ def collect(plan: FieldPlan) -> FieldResults:
     }
     for each, seed, path in done:
         run = finished_run(path)
-        found = _measured(run, ceilings.get((each.cell, seed), {}))
+        measured = _measured(run, ceilings.get((each.cell, seed), {}))
         place: dict[str, Value] = {"architectures": each.cell[0], "split": each.cell[1]}
-        rows.append({"method": each.method, **place, "seed": seed, **found})
+        rows.append({"method": each.method, **place, "seed": seed, **measured})
     return FieldResults(plan, pd.DataFrame(rows))
 
 
@@ -256,7 +256,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
     write_text(out / f"{stem}.md", as_markdown(results))
     with Folder(out).replacing(f"{stem}.csv") as path:
         results.runs.to_csv(path, index=False)
-    found = {title: matrix(results, measure) for measure, title in TITLES.items()}
+    matrices = {title: matrix(results, measure) for measure, title in TITLES.items()}
     runs = plural(results.finished, "finished run")
     page = render(
         "field.html",
@@ -266,7 +266,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
         about=about(plan, results.finished),
         command=command_of(plan),
         every=every(results),
-        matrices=found,
+        matrices=matrices,
         legend=LEGEND,
         ranks=ranks(results),
         ranks_legend=RANKS,
@@ -281,8 +281,8 @@ def write_latex(results: FieldResults, out: Path) -> Path:
     """Write accuracies, ranks, and costs to field-SIZE.tex, and return the file's path."""
     parts = [LATEX_HEAD]
     for measure in PROTOCOLS:
-        found = matrix(results, measure)
-        parts.append(tabular(found, dict.fromkeys(found.headers[1:], 1)))
+        scores = matrix(results, measure)
+        parts.append(tabular(scores, dict.fromkeys(scores.headers[1:], 1)))
     parts += [tabular(ranks(results)), tabular(costs(results))]
     return write_text(out / f"{FIELD}-{results.plan.size}.tex", "\n".join(parts))
 
@@ -298,8 +298,8 @@ def as_markdown(results: FieldResults) -> str:
         parts += [f"### {title}\n", markdown(matrix(results, measure)), f"{LEGEND}\n"]
     parts += ["### Ranks\n", markdown(ranks(results)), f"{RANKS}\n"]
     parts += ["### Costs\n", markdown(costs(results)), f"{COST}\n"]
-    if found := refusals(results):
-        parts += ["### Where a method cannot run\n", markdown(found)]
+    if unsupported := refusals(results):
+        parts += ["### Where a method cannot run\n", markdown(unsupported)]
     parts += ["\n", *(f"- {escape_markdown(note)}\n" for note in results.plan.table.notes)]
     return "\n".join(parts)
 
@@ -341,12 +341,12 @@ def ranks(results: FieldResults) -> Cells:
     A scope is all cells, or the cells of one set of architectures. The methods are sorted by their
     mean ranks in the first column.
     """
-    found = results.rankings
-    leading = next(iter(found.values())).ranks.index if found else []
+    rankings = results.rankings
+    leading = next(iter(rankings.values())).ranks.index if rankings else []
     methods = sorted(results.ranked_methods, key=[*leading, *results.ranked_methods].index)
     ends = ("critical difference", "seeds apart", "p")
     columns: dict[str, Sequence[Cell]] = {"method": [Cell(name) for name in (*methods, *ends)]}
-    for (protocol, scope), ranking in found.items():
+    for (protocol, scope), ranking in rankings.items():
         values = (ranking.critical, ranking.critical_by_seed, ranking.p)
         shown = [
             Cell(f"{ranking.ranks[name]:.2f}{f' {MARK}' if ranking.behind(name) else ''}",
@@ -378,28 +378,28 @@ def refusals(results: FieldResults) -> Cells | None:
 
     Returns None if all methods support all cells.
     """
-    found: dict[tuple[str, str], list[Place]] = {}
+    cells: dict[tuple[str, str], list[Place]] = {}
     for each in results.plan.every:
         if each.refused:
-            found.setdefault((each.method, each.refused), []).append(each.cell)
-    if not found:
+            cells.setdefault((each.method, each.refused), []).append(each.cell)
+    if not cells:
         return None
     return Cells(
         {
-            "method": [Cell(method) for method, _ in found],
+            "method": [Cell(method) for method, _ in cells],
             "where": [
                 Cell(", ".join(dict.fromkeys(architectures for architectures, _ in places)))
-                for places in found.values()
+                for places in cells.values()
             ],
-            "why": [Cell(why) for _, why in found],
+            "why": [Cell(why) for _, why in cells],
         },
         words=3,
     )
 
 
 def _accuracy(values: pd.Series) -> Cell:
-    found = Spread.of(100 * values)
-    return Cell(plus_minus(found.mean, found.std, 1), found.mean)
+    spread = Spread.of(100 * values)
+    return Cell(plus_minus(spread.mean, spread.std, 1), spread.mean)
 
 
 def _cost(values: pd.Series, shown: Callable[[float], str]) -> Cell:

@@ -84,15 +84,15 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
             sizes = ", ".join(table.sizes)
             raise SettingsError(f"'--size': table '{name}': expected {sizes}, got {size!r}")
         plans.append(plan(name, table, size, wanted.seeds, wanted.out / "runs", wanted.over))
-    names = list(dict.fromkeys(cell.row.name for found in plans for cell in found.cells))
+    names = list(dict.fromkeys(cell.row.name for planned in plans for cell in planned.cells))
     for start in rows:
         if not any(name.startswith(start) for name in names):
             rows_known = "; ".join(names)
             raise SettingsError(f"'--rows': expected rows of {word} ({rows_known}), got {start!r}")
-    for found in plans:
-        for notice in found.replaced:
-            say(f"{found.name}: {notice}, as set with --set")
-    runs = each_once(run for found in plans for run in found.runs_of(rows))
+    for planned in plans:
+        for notice in planned.replaced:
+            say(f"{planned.name}: {notice}, as set with --set")
+    runs = each_once(run for planned in plans for run in planned.runs_of(rows))
     for run in runs:
         resolve(run.values)  # Check the settings of all runs before the first run starts.
     if wanted.dry_run:
@@ -101,15 +101,15 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     out = wanted.out
     make_directory(out)
     faults = make_runs(f"{word}, {wanted.size}", runs, wanted)
-    made = [paper.collect(found) for found in plans]
-    for results in made:
+    finished = [paper.collect(planned) for planned in plans]
+    for results in finished:
         show_result(results.result, results.plan.table)
         say(f"table: {paper.write_results(results, out)}")
         if wanted.latex:
             say(f"LaTeX table: {paper.write_latex(results, out)}")
-    if len(made) > 1:
-        console.print(printed(paper.overview(made)))
-        paper.write_overview(made, out / f"{word}-{wanted.size}.md")
+    if len(finished) > 1:
+        console.print(printed(paper.overview(finished)))
+        paper.write_overview(finished, out / f"{word}-{wanted.size}.md")
         say(f"overview: {out / f'{word}-{wanted.size}.md'}")
     raise_faults(faults)
 
@@ -185,12 +185,12 @@ def show_claims(folder: Path | None, default: Path, *, as_json: bool) -> None:
 
     `claims.find_finished` selects the directory. Raises StateError if `folder` contains no table.
     """
-    found, where = claims.find_finished(folder, default, table_names())
-    if folder and not found:
+    results, where = claims.find_finished(folder, default, table_names())
+    if folder and not results:
         raise StateError(
             f"{folder}: no finished table found. Run `fedhet table NAME --out {folder}`."
         )
-    tested = claims.claims_in(found)
+    tested = claims.claims_in(results)
     if as_json:
         listed = [
             {"paper": each.paper, "table": each.result.table, "size": each.result.size,
@@ -204,10 +204,10 @@ def show_claims(folder: Path | None, default: Path, *, as_json: bool) -> None:
     say(MEANING)
 
 
-def printed(found: Cells) -> Table:
+def printed(cells: Cells) -> Table:
     """Format a table for the terminal."""
-    rows = [[cell.text for cell in row] for row in found.rows]
-    return listing(*found.headers, rows=rows, words=found.words)
+    rows = [[cell.text for cell in row] for row in cells.rows]
+    return listing(*cells.headers, rows=rows, words=cells.words)
 
 
 def show_plan(runs: Sequence[PlannedRun]) -> None:
