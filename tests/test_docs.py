@@ -10,6 +10,7 @@ import pytest
 import typer
 from docutils.utils.math.latex2mathml import tex2mathml
 
+from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.cli import app
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.config.reference import reference
@@ -115,6 +116,14 @@ def test_every_node_setting_is_explained():
     rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
     assert named == {kebab(name) for name in NodeSettings.model_fields} - {"num-partitions"}
+
+
+def test_every_metric_is_explained():
+    text = (DOCS / "guide.md").read_text()
+    (table,) = re.findall(r"^## Metrics\n.*?^\|---.*?\n(.*?)^$", text, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([a-z0-9-]+)`", cell)}
+    assert named == METRICS.keys() - {ACCURACY}
 
 
 def test_a_test_that_a_page_names_exists():
