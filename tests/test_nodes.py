@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from flwr.common import Code, FitIns, FitRes, GetPropertiesRes, Parameters, Status
+from flwr.common.constant import ErrorCode
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 from flwr.supercore.task_identity import TaskIdentity
@@ -13,7 +14,8 @@ from fedhet.server import nodes
 from fedhet.server.members import Members
 from fedhet.server.nodes import Nodes, RetryingGrid, TransferLimiter, registered_name, retrying
 
-GIVEN_UP = SimpleNamespace(reason="its time is over")
+GIVEN_UP = SimpleNamespace(reason="its time is over", code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+LOST = SimpleNamespace(reason="objects are unavailable", code=ErrorCode.MESSAGE_UNAVAILABLE)
 SAYS = {"model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "1,8,8"}
 
 
@@ -26,7 +28,7 @@ class Grid:
         self.sent = []
         self.answers = lambda message: True
         self.looks = 0
-        self.given_up = set()
+        self.given_up, self.error = set(), GIVEN_UP
         self.meanwhile = lambda grid: None
 
     def add(self, node_id, claims, registered=None):
@@ -51,7 +53,7 @@ class Grid:
         for number, message in self.sent:
             if number in numbers and number in self.given_up:
                 about = SimpleNamespace(reply_to_message_id=number)
-                yield SimpleNamespace(metadata=about, has_error=lambda: True, error=GIVEN_UP)
+                yield SimpleNamespace(metadata=about, has_error=lambda: True, error=self.error)
             elif number in numbers and self.answers(message):
                 yield self.reply(message, number)
 
@@ -288,6 +290,37 @@ def test_a_message_whose_time_is_over_fails(grid):
     grid.answers = lambda message: False
     with pytest.raises(ValueError, match="its time is over"):
         asking(grid)
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_node_whose_reply_is_lost_is_asked_again(grid, lost):
+    """The SuperLink has the reply's header, but not all of its arrays."""
+    grid.error, grid.given_up = LOST, {f"message-{number}" for number in range(lost)}
+    assert asking(grid).num_examples == 7
+    assert len(grid.sent) == lost + 1
+    ((_, first), *_, (_, last)) = grid.sent
+    assert compat.recorddict_to_fitins(last.content, True).parameters.tensors == [b"weights"]
+    assert last.metadata.ttl <= first.metadata.ttl
+
+
+def test_replies_that_are_always_lost_are_an_error(grid):
+    grid.error, grid.given_up = LOST, {f"message-{number}" for number in range(100)}
+    with pytest.raises(ValueError, match="objects are unavailable"):
+        asking(grid)
+    assert len(grid.sent) == 1 + nodes.MAX_LOST_REPLIES
+
+
+def test_a_node_that_is_offline_after_its_reply_is_lost_is_not_asked_again(grid):
+    def meanwhile(grid):
+        if grid.looks == 3:
+            grid.online.pop(1)
+            grid.given_up = {"message-0"}
+
+    grid.error, grid.meanwhile, grid.answers = LOST, meanwhile, lambda message: False
+    with pytest.raises(ValueError, match="objects are unavailable"):
+        asking(grid)
+    assert len(grid.sent) == 1
+    assert grid.clock.now < 60, "seconds until the error"
 
 
 def test_a_node_that_is_slow_is_asked_once(grid):

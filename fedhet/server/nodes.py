@@ -2,7 +2,8 @@
 
 If a node is killed and reconnects within a minute, it has a new session, but Flower does not
 consider it disconnected. A message that its former session had received would never get a reply, so
-this module sends the message again.
+this module sends the message again. It also does so if a node could not send its whole reply, for
+example because the SuperLink's database was locked: Flower's nodes do not try a second time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 
@@ -33,6 +35,8 @@ MAX_TRANSFERS = 2
 TRANSFER_SECONDS = 60.0
 """Seconds after which a transfer no longer blocks other transfers, because its node may have been
 killed."""
+MAX_LOST_REPLIES = 3
+"""Maximum number of times that a message is sent again because its reply was lost."""
 
 
 class NodeInfo(Protocol):
@@ -124,7 +128,7 @@ class TransferLimiter:
 
 
 class RetryingGrid:
-    """Grid that sends a message again if the receiving node restarts."""
+    """Grid that sends a message again if the receiving node restarts or its reply is lost."""
 
     def __init__(self, grid: Any, nodes: Nodes, transfers: TransferLimiter | None = None) -> None:
         self._grid, self._nodes = grid, nodes
@@ -140,31 +144,45 @@ class RetryingGrid:
         node, started = message.metadata.dst_node_id, time.monotonic()
         deadline = started + message.metadata.ttl
         session = self._nodes.session(node, use_cache=False)
-        pollers = self._send(message)
+        pollers, num_lost = self._send(message), 0
         while True:
             for poller in list(pollers):
-                if (reply := poller.poll()) is not None:
-                    pollers.remove(poller)
-                    if not (reply.has_error() and pollers):
-                        return [reply]
+                if (reply := poller.poll()) is None:
+                    continue
+                pollers.remove(poller)
+                if not reply.has_error():
+                    return [reply]
+                if pollers:
+                    continue
+                remaining = deadline - time.monotonic()
+                is_lost = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+                num_lost += is_lost
+                is_online = bool(self._nodes.session(node, use_cache=False))
+                if not is_lost or not is_online or num_lost > MAX_LOST_REPLIES or remaining <= 0:
+                    return [reply]
+                pollers += self._send(_copy(message, remaining))
             time.sleep(self._nodes.poll_interval(time.monotonic() - started))
             current, remaining = self._nodes.session(node), deadline - time.monotonic()
             if current not in ("", session) and remaining > 0:
-                session, metadata = current, message.metadata
-                pollers += self._send(
-                    Message(
-                        message.content,
-                        dst_node_id=metadata.dst_node_id,
-                        message_type=metadata.message_type,
-                        group_id=metadata.group_id,
-                        ttl=remaining,
-                    )
-                )
+                session = current
+                pollers += self._send(_copy(message, remaining))
 
     def _send(self, message: Message) -> list[ReplyPoller]:
         with self._transfers.turn():
             message_ids = list(self._grid.push_messages([message]))
         return [ReplyPoller(self._grid, each, self._transfers) for each in message_ids]
+
+
+def _copy(message: Message, ttl: float) -> Message:
+    """Return a new message with the same content and destination."""
+    metadata = message.metadata
+    return Message(
+        message.content,
+        dst_node_id=metadata.dst_node_id,
+        message_type=metadata.message_type,
+        group_id=metadata.group_id,
+        ttl=ttl,
+    )
 
 
 class ReplyPoller:
