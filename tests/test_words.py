@@ -92,6 +92,23 @@ def test_an_option_that_is_a_setting_says_how_it_is_given(option, way):
     assert f"No such option '{option}'; {way}" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        (["sweep", "felo", "rounds=1,2", "--seed", "1"], "use --seeds"),
+        (["sweep", "felo", "rounds=1,2", "--resume", "DIR"], "interrupted runs always resume"),
+        (["table", "felo", "--seed", "1"], "use --seeds"),
+        (["table", "felo", "--rounds", "1"], "use --set rounds=VALUE"),
+        (["partition", "--seed", "1"], "use --set seed=VALUE"),
+        (["deploy-local", "felo", "--backend", "ray"], "use --set engine.backend=VALUE"),
+    ],
+)
+def test_the_hint_names_an_option_that_the_command_has(words, way):
+    result, said = said_by(*words)
+    assert result.exit_code == 2
+    assert f"No such option '{words[-2]}'; {way}" in said
+
+
 def test_other_options_get_clicks_own_hint():
     assert "--preset" in said_by("run", "felo", "--presett", "demo")[1]
     assert "write" not in said_by("compare", "--epochs", "1")[1]  # it takes no settings

@@ -63,10 +63,18 @@ class Command(TyperCommand):
             setting = synonym_of(word, known) or next(matches, "")
             if not setting or not any(option.name == "set_" for option in self.params):
                 raise
-            flag = next((flag for flag, name in FLAGS.items() if name == setting), "")
-            usage = f"--{flag} VALUE" if flag else f"--set {setting}=VALUE"
-            message = f"No such option '{error.option_name}'; use {usage}"
+            message = f"No such option '{error.option_name}'; {self._usage(setting)}"
             raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
+
+    def _usage(self, setting: str) -> str:
+        """Return a hint on how to set a setting with the options of this command."""
+        flags = {option for parameter in self.params for option in parameter.opts}
+        flag = next((f"--{flag}" for flag, name in FLAGS.items() if name == setting), "")
+        if flag in flags:
+            return f"use {flag} VALUE"
+        if setting in run.PER_RUN_SETTINGS and "--seeds" in flags and "--seed" not in flags:
+            return run.PER_RUN_SETTINGS[setting]  # The command sets it for each of its runs.
+        return f"use --set {setting}=VALUE"
 
 
 app = typer.Typer(
