@@ -204,7 +204,8 @@ def test_sites_join_their_files_and_see_one_digest(tmp_path):
     assert peers.peer("site-1").classes == ("0", "1", "2", "5")
     digest = next(line for line in shown[0] if line.startswith("digest: "))
     assert digest.removeprefix("digest: ").replace(" ", "") == peers.digest.hex()
-    assert any("0-2,5" in line for line in shown[0])
+    assert any("0–2, 5" in line for line in shown[0])
+    assert secure.class_numbers("0–2, 5") == ["0", "1", "2", "5"], "as printed"
 
 
 @pytest.mark.parametrize(

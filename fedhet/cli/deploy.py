@@ -250,7 +250,7 @@ def peers_command(
     phone, because the server must not be able to replace the files.
     """
     from fedhet.config import secure
-    from fedhet.runs.units import plural
+    from fedhet.runs.units import plural, spans
 
     if out is None:
         if len(files) > 1 or cap or least or colluding != 1:
@@ -263,7 +263,7 @@ def peers_command(
         peers = secure.Peers(sites, colluding=colluding, least=least, cap=cap)
         secure.write_peers(out, peers)
         say(f"wrote {out}")
-    rows = [(peer.name, secure.class_ranges(peer.classes), peer.key.hex()) for peer in peers.peers]
+    rows = [(peer.name, spans(map(int, peer.classes)), peer.key.hex()) for peer in peers.peers]
     console.print(listing("site", "classes", "key", rows=rows))
     needed = peers.threshold(len(peers.peers))
     say(f"{plural(len(peers.peers), 'site')}, of which at most {peers.colluding} may collude")

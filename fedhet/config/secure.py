@@ -290,26 +290,18 @@ def write_simulated(
 
 
 def class_numbers(text: str) -> list[str]:
-    """Parse a list of class numbers such as "0-3,7". Raises SettingsError if it is invalid."""
+    """Parse a list of class numbers such as "0-3,7". Raises SettingsError if it is invalid.
+
+    An en dash is also accepted, because `fedhet peers` prints the classes as `units.spans`.
+    """
     numbers: list[int] = []
-    for part in filter(None, text.replace(" ", "").split(",")):
+    for part in filter(None, text.replace(" ", "").replace("–", "-").split(",")):
         match = _CLASS_RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise SettingsError(f"--classes: expected a list such as 0-3,7, got {safe_repr(text)}")
         numbers += range(first, last + 1)
     return [str(number) for number in numbers]
-
-
-def class_ranges(classes: Sequence[str]) -> str:
-    """Format class numbers as ranges such as "0-3,7" (inverse of `class_numbers`)."""
-    ranges: list[list[int]] = []
-    for number in map(int, classes):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
 
 
 def readable(digest: bytes) -> str:
