@@ -230,8 +230,8 @@ def peers_command(
         int,
         typer.Option(
             min=0,
-            help="Maximum number of samples that count toward a site's weight; choose a number "
-            "near the largest site's number of samples.",
+            help="Maximum weight of a site, in samples; choose roughly the largest site's number "
+            "of samples, because a much higher cap makes the sums less precise.",
         ),
     ] = 0,
     colluding: Annotated[
