@@ -633,16 +633,6 @@ def test_no_client_owns_a_public_sample(tmp_path):
         assert not public & (rows_of(data.train.x) | rows_of(data.test.x) | rows_of(data.common.x))
 
 
-def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
-    common = RunData.of(fedgems().run).common_test
-    for part in ("train", "test"):
-        (tmp_path / "data" / part).mkdir(parents=True)
-        np.savez(tmp_path / "data" / part / "0.npz", x=common.x.numpy(), y=common.y.numpy())
-    config = fedgems(public_dataset=f"npz:{tmp_path / 'data'}")
-    with pytest.raises(DataError, match="samples of the common test set"):
-        Server(config, tmp_path / "run")
-
-
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
     """The public fraction is from the run's dataset, of which a site may have a copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from federation import Server, fast, small
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import check, resolve
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, check_no_overlap, load
+from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
@@ -118,6 +120,32 @@ def test_a_sample_of_a_clients_is_refused():
     with pytest.raises(DataError, match=r"3 of \d+ samples of client-0"):
         check_no_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
     check_no_overlap(RunData(DIGITS).public_set(*IMAGES, 10), own, "client-0")
+
+
+OF_PUBLIC_DATA = sorted(n for n in shipped_names() if find_method(n).spec.needs_public)
+
+
+@pytest.mark.parametrize("method", OF_PUBLIC_DATA)
+def test_a_sample_of_the_common_test_set_is_refused(method, tmp_path):
+    common = RunData.of(small(method).run).common_test
+    for part in ("train", "test"):
+        (tmp_path / "data" / part).mkdir(parents=True)
+        np.savez(tmp_path / "data" / part / "0.npz", x=common.x.numpy(), y=common.y.numpy())
+    config = small(method, public_dataset=f"npz:{tmp_path / 'data'}", **fast(method))
+    with pytest.raises(DataError, match="100 of 100 samples of the common test set"):
+        Server(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("source", ["generated", "unused", ""])
+@pytest.mark.parametrize("method", ["cofed", "feddf"])
+def test_rows_of_the_training_set_may_equal_rows_of_the_test_set(method, source, tmp_path):
+    """In a table with few distinct rows, they do so by chance."""
+    for part, rows in (("train", 200), ("test", 40)):
+        words = [f"{'rgb'[k % 3]},{'sml'[k % 7 % 3]},{k % 2}" for k in range(rows)]
+        (tmp_path / f"{part}.csv").write_text("\n".join(["color,size,y", *words]))
+    changes = {"dataset": f"table:{tmp_path}", "data.target": "y", "models": "mlp", "clients": 2}
+    changes |= {"public_dataset": source, "max_samples": 100, "public_samples": 30}
+    Server(small(method, **changes, **fast(method)), tmp_path / "run")
 
 
 def test_the_runs_own_dataset_cannot_be_public_too():

@@ -27,7 +27,7 @@ from fedhet.base.errors import FedhetError, StateError
 from fedhet.base.metrics import is_shown, measured_names
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
-from fedhet.data.store import RunData
+from fedhet.data.store import DERIVED, RunData, check_no_overlap
 from fedhet.data.tasks import Task, task_for
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
@@ -300,12 +300,18 @@ class HetStrategy(Strategy):
             labeled: Whether the method uses the labels.
 
         Raises:
-            DataError: If the public set does not match the task.
+            DataError: If the public set does not match the task, or if it is another dataset that
+                contains samples of the common test set.
             SettingsError: If `labeled` is set and the public set has no labels.
         """
         client = self.reference_client
         classes = client.classes if labeled else None
-        return self.data.public_set(client.kind, client.shape, classes, client.order)
+        public = self.data.public_set(client.kind, client.shape, classes, client.order)
+        # Samples from the run's own training set may equal a test sample only by chance.
+        is_other_dataset = self.run.data.public_dataset not in ("", *DERIVED)
+        if is_other_dataset and (common := self.common_test()):
+            check_no_overlap(public, common, "the common test set")
+        return public
 
     def common_test(self) -> Split | None:
         """Return the scaled common test set, or None if no such set exists for the task."""

@@ -26,7 +26,6 @@ from fedhet.algorithms.weights import RunningAverage
 from fedhet.base.arrays import Array, Arrays, grouped, groups
 from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
-from fedhet.data.store import check_no_overlap
 from fedhet.learning.devices import Compute, compute_for
 from fedhet.learning.training import (
     BatchLoss,
@@ -58,8 +57,6 @@ class FedDfStrategy(HetStrategy):
         """Start without models, so that clients build their own models in the first round."""
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labeled=False)
-        if self.run.data.public_dataset and (common := self.common_test()):
-            check_no_overlap(public, common, "the common test set")
         self.x = self.compute.to_device(public.x)
         self.divergence = self.task.divergence()
         """Distillation loss, which maps the logits (teacher [N, C], student [N, C]) to a scalar."""

@@ -24,7 +24,6 @@ from fedhet.algorithms.distillation import (
     split,
 )
 from fedhet.base.arrays import Array, group, grouped
-from fedhet.data.store import check_no_overlap
 from fedhet.learning.training import BatchLoss
 from fedhet.methods.fedgems import SPEC, FedGemsSettings, selection_for
 from fedhet.server.learner import Learner
@@ -48,8 +47,6 @@ class FedGemsStrategy(HetStrategy):
         """Build the server model and an empty pool of global logits."""
         self.selection = selection_for(self.settings, self.task)
         public = self.public_set(labeled=True)
-        if self.run.data.public_dataset and (common := self.common_test()):
-            check_no_overlap(public, common, "the common test set")
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
         compute = self.learner.compute
         self.x, self.y = compute.to_device(public.x), public.y.to(compute.device)

@@ -22,7 +22,6 @@ from fedhet.algorithms import ScoreKind
 from fedhet.algorithms.consensus import mean_scores
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.store import check_no_overlap
 from fedhet.methods.fedmd import SPEC, ConsensusSettings
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes, smallest_uint
@@ -42,8 +41,6 @@ class FedMdStrategy(HetStrategy):
         """Kind of scores, which is also the name of the message field."""
         self._unused = self.settings.unused_in(self.task)
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
-        if self.run.data.public_dataset and (common := self.common_test()):
-            check_no_overlap(self.public, common, "the common test set")
         self.requested = self.consensus_rows = self._numbers([])
         """Indices of the public samples to predict in this round (`requested`), and of the public
         samples in the consensus (`consensus_rows`)."""
