@@ -139,7 +139,7 @@ def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
 
 
 @contextlib.contextmanager
-def listening(keys):
+def listening(keys, reply=b"HTTP/1.1 400 Bad Request\r\n\r\n"):
     """Start a server with or without the TLS certificate in a directory, and yield its address."""
 
     def serve():
@@ -148,7 +148,9 @@ def listening(keys):
                 connected = server.accept()[0]
                 with contextlib.suppress(OSError):
                     secured = tls and tls.wrap_socket(connected, server_side=True)
-                    (secured or connected).sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    (secured or connected).recv(2**16)
+                    (secured or connected).sendall(reply)
+                    (secured or connected).close()
                 connected.close()
 
     tls = keys and ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -167,12 +169,17 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
         make(tmp_path / name, [], ["site-0"], 30)
     key, ca = tmp_path / "one/nodes/site-0", tmp_path / "one/ca.crt"
     words = {}
-    with listening(tmp_path / "one") as address, listening(None) as plain:
+    one, servers = tmp_path / "one", contextlib.ExitStack()
+    with servers:
+        address, plain, silent = map(
+            servers.enter_context, (listening(one), listening(None), listening(one, b""))
+        )
         for what, server, file, given in (
             ("other authority", address, tmp_path / "other/ca.crt", f"{key}.pub"),
             ("no certificate", address, tmp_path / "one/ca.key", f"{key}.pub"),
             ("private key", address, ca, key),
             ("no TLS", plain, ca, f"{key}.pub"),
+            ("port of the sites", silent, ca, f"{key}.pub"),
             ("no port", "https://127.0.0.1", ca, f"{key}.pub"),
         ):
             status, _, words[what] = call("register", given, "--server", server, "--ca", file)
@@ -182,6 +189,7 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
     assert "cannot read the certificate" in words["no certificate"]
     assert "cannot be read as a public key" in words["private key"]
     assert "TLS error" in words["no TLS"]
+    assert "not an HTTP server (RemoteDisconnected)" in words["port of the sites"]
     assert "expected HOST:PORT" in words["no port"]
 
 

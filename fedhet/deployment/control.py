@@ -7,6 +7,7 @@ Flower's control API to list sites, because the command line does not show their
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -22,18 +23,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from fedhet.base import __version__
 from fedhet.base.errors import FedhetError, error_reason
-from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
 from fedhet.runs.units import message_of
 from fedhet.settings.schema import nest
 from fedhet.settings.text import join_host_port, split_host_port
+
+if TYPE_CHECKING:
+    from fedhet.config.resolve import Config
 
 CONNECTION = "fedhet-server"
 """Name of the connection in Flower's configuration. It must not be the name of a directory, because
@@ -51,6 +54,8 @@ POLL_SECONDS = 5.0
 """Seconds between two checks that the server of a run still replies."""
 START_SECONDS = 15.0
 """Seconds for which a server may be unreachable after its start."""
+REPLY_SECONDS = 10.0
+"""Time limit for a reply of the server, in seconds."""
 NUM_RUNS = 3
 """Number of most recent runs to show."""
 NUM_LOG_LINES = 8
@@ -80,13 +85,9 @@ class Connection:
     def prepare(self) -> None:
         """Write the configuration of Flower's command line.
 
-        Raises FedhetError if the address is not HOST:PORT, or if the CA's certificate cannot be
-        read.
+        Raises FedhetError if the address is not HOST:PORT.
         """
         address = join_host_port(*self.endpoint)
-        if not self.authority.is_file():
-            raise FedhetError(f"{self.authority}: file not found, expected the CA's certificate")
-        read_certificate(self.authority)
         connection = {"address": address, "root-certificates": str(self.authority.resolve())}
         superlinks = {"default": CONNECTION, CONNECTION: connection}
         _write_toml(self.home / "config.toml", {"superlink": superlinks})
@@ -140,32 +141,44 @@ class Connection:
             ended.set()
             poller.join()
 
-    def check_reachable(self) -> None:
-        """Check that the server can be reached.
+    def check_reachable(self) -> str:
+        """Check that the server replies, and return its time, i.e. the header `Date` of the reply.
 
-        Raises FedhetError if no server replies or its certificate is rejected.
+        Returns an empty string if the reply has no such header. Raises FedhetError if the CA's
+        certificate cannot be read, if no server replies, or if its certificate is rejected.
         """
+        if not self.authority.is_file():
+            raise FedhetError(f"{self.authority}: file not found, expected the CA's certificate")
+        read_certificate(self.authority)
+        host, port = self.endpoint
         context = ssl.create_default_context(cafile=str(self.authority))
+        client = http.client.HTTPSConnection(host, port, timeout=REPLY_SECONDS, context=context)
+        rule = "expected the port of Flower's control API with TLS"
         try:
-            with socket.create_connection(self.endpoint, 5.0) as plain:
-                context.wrap_socket(plain, server_hostname=self.endpoint[0]).close()
+            client.request("GET", "/")
+            return client.getresponse().headers.get("Date") or ""
         except ssl.SSLCertVerificationError as error:
             raise FedhetError(
                 f"server {self.address}: certificate refused ({error.verify_message}), expected a "
-                f"certificate for {self.endpoint[0]} signed by the CA of {self.authority}. Use "
-                "the CA certificate of this server, and an address listed in its certificate "
-                "(`fedhet certs --host`)."
+                f"certificate for {host} signed by the CA of {self.authority}. Use the CA "
+                "certificate of this server, and an address listed in its certificate (`fedhet "
+                "certs --host`)."
             ) from None
         except ssl.SSLError as error:
             raise FedhetError(
-                f"server {self.address}: TLS error ({error.reason}), expected the port of "
-                "Flower's control API with TLS"
+                f"server {self.address}: TLS error ({error.reason}), {rule}"
             ) from None
-        except OSError:
+        except http.client.HTTPException as error:
             raise FedhetError(
-                f"no server found at {self.address}. Check that the server is running and that the "
-                "port is forwarded."
+                f"server {self.address}: not an HTTP server ({type(error).__name__}), {rule}"
             ) from None
+        except OSError as error:
+            raise FedhetError(
+                f"no server found at {self.address} ({error_reason(error)}). Check that the server "
+                "is running and that the port is forwarded."
+            ) from None
+        finally:
+            client.close()
 
     def is_listening(self) -> bool:
         """Return whether any process listens at the server's address."""
@@ -260,6 +273,9 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
         FedhetError: If the run failed.
         SettingsError: If the method supports only simulations.
     """
+    # Import lazily: `doctor` must work on a machine where PyTorch cannot be imported.
+    from fedhet.config.resolve import check_deployable
+
     check_deployable(config)
     connection.check_reachable()
     say(f"sending the run to {connection.address} …")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import email.utils
-import http.client
 import pwd
 import socket
-import ssl
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedhet.base.errors import FedhetError, error_reason, one_line
+from fedhet.base.errors import FedhetError, one_line
 from fedhet.deployment import certs
+from fedhet.deployment.control import Connection
 from fedhet.runs.units import human_bytes, plural
-from fedhet.settings.text import split_host_port
 
 MIN_PERSON_UID = 1000
 """Lowest user id of a person on most Linux systems; services have lower ids."""
@@ -228,27 +226,13 @@ def _authority_key(path: Path) -> Iterator[Finding]:
 def check_server(address: str, authority: Path) -> Iterator[Finding]:
     """Check that the server at HOST:PORT replies, and check its certificate and clock."""
     try:
-        host, port = split_host_port(address)
-    except ValueError as fault:
-        yield error("server", str(fault))
-        return
-    if not authority.is_file():
-        yield error("server", f"{authority}: file not found, expected the CA's certificate")
-        return
-    try:
-        context = ssl.create_default_context(cafile=str(authority))
-        connection = http.client.HTTPSConnection(host, port, timeout=10, context=context)
-        connection.request("GET", "/")
-        response = connection.getresponse()
-    except ssl.SSLCertVerificationError as fault:
-        yield error("server", f"{address}: certificate refused: {fault.verify_message}")
-        return
-    except (OSError, http.client.HTTPException) as fault:
-        yield error("server", f"{address} does not reply: {error_reason(fault)}")
+        date = Connection(Path(), address, authority).check_reachable()
+    except FedhetError as fault:
+        yield error("server", str(fault).removeprefix("server ").removeprefix("server: "))
         return
     yield ok("server", f"{address} replies with a certificate signed by {authority}")
     try:
-        server_time = email.utils.parsedate_to_datetime(response.headers.get("Date") or "")
+        server_time = email.utils.parsedate_to_datetime(date)
     except ValueError:
         return  # A proxy may remove or replace the header.
     if server_time.tzinfo is None:
