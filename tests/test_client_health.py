@@ -40,7 +40,7 @@ def test_a_client_whose_replies_are_refused_is_set_aside_by_name():
     assert forgotten == [(3, "b")]
     assert len(notices) == 1
     assert notices[0].startswith(
-        "client b is excluded: its replies were refused in 3 consecutive rounds"
+        "client b is excluded: its replies were rejected in 3 consecutive rounds"
     )
 
 

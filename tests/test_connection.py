@@ -185,7 +185,7 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
             status, _, words[what] = call("register", given, "--server", server, "--ca", file)
             assert status == 2
             assert words[what].count("\n") == 1
-    assert "certificate refused" in words["other authority"]
+    assert "certificate rejected" in words["other authority"]
     assert "cannot read the certificate" in words["no certificate"]
     assert "cannot be read as a public key" in words["private key"]
     assert "TLS error" in words["no TLS"]

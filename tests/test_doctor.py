@@ -146,7 +146,7 @@ def test_a_date_without_a_time_zone_is_utc(keys, served):
 def test_a_server_that_another_authority_vouches_for_is_refused(keys, served, tmp_path):
     certs.make(tmp_path / "other", [], [], 365)
     (found,) = amiss(doctor.check_server(served(0.0), tmp_path / "other/ca.crt"))
-    assert "certificate refused" in found
+    assert "certificate rejected" in found
     (silent,) = amiss(doctor.check_server("127.0.0.1:9", keys / "ca.crt"))
     assert "no server found at 127.0.0.1:9 (Connection refused)" in silent
 

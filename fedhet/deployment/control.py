@@ -159,7 +159,7 @@ class Connection:
             return client.getresponse().headers.get("Date") or ""
         except ssl.SSLCertVerificationError as error:
             raise FedhetError(
-                f"server {self.address}: certificate refused ({error.verify_message}), expected a "
+                f"server {self.address}: certificate rejected ({error.verify_message}), expected a "
                 f"certificate for {host} signed by the CA of {self.authority}. Use the CA "
                 "certificate of this server, and an address listed in its certificate (`fedhet "
                 "certs --host`)."

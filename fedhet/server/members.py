@@ -40,7 +40,7 @@ Task = tuple[int, str, tuple[int, ...]]
 MAX_VALUES = 2**24
 """Maximum number of values in one sample."""
 Outcome = Literal["silent", "error", "refused"]
-"""Kind of a client's failure in a round: no reply, a reported error, or a refused reply."""
+"""Kind of a client's failure in a round: no reply, a reported error, or a rejected reply."""
 MAX_BACKOFF = 16
 """Maximum number of rounds between two calls to a client or a node that does not reply."""
 
@@ -457,7 +457,7 @@ def backoff_rounds(failures: int) -> int:
 class ClientHealth:
     """Record of each client's consecutive rounds without a usable reply.
 
-    A client whose replies are refused in several consecutive rounds is excluded for the rest of the
+    A client with rejected replies in several consecutive rounds is excluded for the rest of the
     run. A client that is silent or reports errors is called at increasing intervals. In both cases,
     the method drops the client's earlier contributions. The counts are saved in each checkpoint, so
     that a resumed run calls the same clients.
@@ -467,7 +467,7 @@ class ClientHealth:
         """Create an empty record.
 
         Args:
-            max_refusals: Consecutive rounds with refused replies until a client is excluded; 0
+            max_refusals: Consecutive rounds with rejected replies until a client is excluded; 0
                 means never.
             max_silences: Consecutive rounds without a reply until a client is called less often; 0
                 means never.
@@ -492,7 +492,7 @@ class ClientHealth:
         if not included:
             raise FedhetError(
                 f"no client is left to call in round {round}: the replies of all {len(names)} "
-                f"clients were refused in {self._max_refusals} consecutive rounds "
+                f"clients were rejected in {self._max_refusals} consecutive rounds "
                 "('engine.max-refusals')"
             )
         return [name for name in included if not self.exclusion_reason(round, name)] or included
@@ -527,7 +527,7 @@ class ClientHealth:
                 self._refused[name] = refused + 1
             elif outcomes[name] is not None:
                 self._silent[name] = (silent + 1, round)
-                if refused:  # Silence does not reset the count of refused replies.
+                if refused:  # Silence does not reset the count of rejected replies.
                     self._refused[name] = refused
         # If a former member returns, its counts restart at zero.
         self._gone |= dict.fromkeys(members, 0)
@@ -538,7 +538,7 @@ class ClientHealth:
         for name in forgotten:
             if self._is_excluded(name):
                 fault = (
-                    f"is excluded: its replies were refused in {self._refused[name]} consecutive "
+                    f"is excluded: its replies were rejected in {self._refused[name]} consecutive "
                     "rounds ('engine.max-refusals')"
                 )
             elif self._is_silent(name):

@@ -270,7 +270,7 @@ class RoundState:
     def exclude_outlier(self, name: str, rule: str) -> None:
         """Record that a robust aggregation rule excludes a client's reply from the round.
 
-        Unlike a refused reply, an outlier has no further consequences, because the client may be
+        Unlike a rejected reply, an outlier has no further consequences, because the client may be
         honest.
         """
         outlier = f"is an outlier ('defense.average' = {rule!r})"

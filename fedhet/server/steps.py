@@ -55,7 +55,7 @@ def steps_of(
 ) -> list[Step]:
     """Return the steps between the decoding of a reply and the method's `accept`, in order.
 
-    The contract is checked again after an attack, because the server would also refuse a malicious
+    The contract is checked again after an attack, because the server would also reject a malicious
     reply that violates the contract. Updates sent as factors are expanded before replies are
     compared, attacked, or averaged.
 
@@ -208,8 +208,8 @@ def magnitude_errors(
 
     Each part of a reply is compared with the larger of two references: the median of the other
     clients, and the usual magnitude. If there are only two clients, the larger reply is thus
-    refused, because a large reply is more harmful. A reply is never compared with itself, so a part
-    without references is accepted.
+    rejected, because a large reply is more harmful. A reply is never compared with itself, so a
+    part without references is accepted.
 
     Args:
         magnitudes: Magnitudes of the round's replies, by client.
