@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.cli import app
-from fedhet.cli.options import complete_method, complete_preset, complete_setting
+from fedhet.cli.options import (
+    complete_method,
+    complete_preset,
+    complete_setting,
+    console,
+    errors,
+)
 from fedhet.cli.training import _resume_hint
 from fedhet.config.sources import all_settings, preset_names
 from fedhet.methods.registry import find_method
@@ -21,6 +27,7 @@ from fedhet.models.user_model import import_user_model
 from fedhet.runs.display import line_display
 from fedhet.runs.progress import duration
 from fedhet.runs.records import PastRound, RunSeconds, Summary
+from fedhet.runs.units import console_for
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import SYNONYMS, UNSUPPORTED, unknown
 
@@ -112,6 +119,12 @@ def test_the_hint_names_an_option_that_the_command_has(words, way):
 def test_other_options_get_clicks_own_hint():
     assert "--preset" in said_by("run", "felo", "--presett", "demo")[1]
     assert "write" not in said_by("compare", "--epochs", "1")[1]  # it takes no settings
+
+
+@pytest.mark.parametrize("open_console", [lambda: console, lambda: errors, console_for])
+def test_a_dataset_between_colons_is_no_emoji(open_console, capsys):
+    open_console().print("felo on table:cat: 3 clients", markup=False)
+    assert "felo on table:cat: 3 clients" in "".join(capsys.readouterr())
 
 
 def test_a_command_is_suggested_once():

@@ -44,8 +44,10 @@ for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
 # Figures are only written to files, and Matplotlib would fail on an unknown backend.
 os.environ["MPLBACKEND"] = "agg"
 _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
-console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
-errors = Console(stderr=True)
+_WIDTH = None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH
+# Rich would replace names between colons, as in `table:cat: 3 clients`, with emoji.
+console = Console(width=_WIDTH, emoji=False)
+errors = Console(stderr=True, emoji=False)
 NONE = "none"
 """Placeholder in the help for options without a default value."""
 GAP = 2

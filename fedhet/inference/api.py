@@ -133,7 +133,9 @@ def run(
 
 
 def _display(progress: bool, label: str = "") -> contextlib.AbstractContextManager[Watcher]:
-    return display_on(Console(), label) if progress else contextlib.nullcontext(Watcher())
+    return (
+        display_on(Console(emoji=False), label) if progress else contextlib.nullcontext(Watcher())
+    )
 
 
 def load(

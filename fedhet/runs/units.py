@@ -268,7 +268,7 @@ def console_for(stream: TextIO | None = None) -> Console:
     as_json, level = _log_form()
     out = stream or sys.stdout
     file: Any = _JsonLines(out) if as_json else out
-    return Console(file=io.StringIO() if level > logging.INFO else file, width=WIDTH)
+    return Console(file=io.StringIO() if level > logging.INFO else file, width=WIDTH, emoji=False)
 
 
 def log_error(error: FedhetError) -> None:
