@@ -53,6 +53,7 @@ class PrototypeStrategy(HetStrategy):
         kinds=("private", "prototype"),
         instructions=FIELDS,
         replies=FIELDS,
+        metrics={"classes_covered": "classes with a prototype"},
     )
     settings: PrototypeSettings
 
@@ -121,10 +122,9 @@ class PrototypeClient(HetClient):
             distance = (features - prototypes[y]).square().mean(1) * known[y]
             return F.cross_entropy(logits, y) + self.settings.pull * distance.mean()
 
-        self.train_epochs(
-            self.x,
-            self.y,
+        self.train_own(
             loss_of,
+            model,
             self.optimization(model.parameters()),
             self.generator(round, "batches"),
             before_epoch=lambda _: sums.clear(),
