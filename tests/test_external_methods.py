@@ -326,6 +326,57 @@ def test_what_aggregate_returns_is_a_mapping(run_failing):
     assert "on the server: TypeError: aggregate must return a mapping, got None." in said
 
 
+SLIPS = """
+import torch
+from fedhet.clients.base import HetClient
+from fedhet.methods.spec import MethodSpec
+from fedhet.strategies.base import HetStrategy
+from fedhet.wire.contract import Contract, TensorField
+from fedhet.wire.knowledge import Knowledge
+
+REPLIES = Contract((TensorField("vector", "float32", (2,), "vector"),))
+
+class MyStrategy(HetStrategy):
+    spec = MethodSpec(title="mine", paper="none", headline="personal", replies=REPLIES)
+
+    def instruct(self, round, client):
+        return INSTRUCTION
+
+    def aggregate(self, round, replies):
+        return {}
+
+class MyClient(HetClient):
+    def TRAIN(self, round, knowledge):
+        return REPLY
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("INSTRUCTION", "None", "TypeError: instruct must return Knowledge, got None"),
+        ("TRAIN", "trains", "NotImplementedError: MyClient must implement train"),
+        ("REPLY", "None", "TypeError: train must return Knowledge, got None"),
+        ("REPLY", "Knowledge({'vector': torch.zeros(2)})", "expected a NumPy array, got Tensor"),
+    ],
+    ids=["instruct", "train", "reply", "tensor"],
+)
+def test_a_slip_of_the_author_names_the_hook(
+    tmp_path, monkeypatch, request, call, name, value, expected
+):
+    package = f"slip_{request.node.callspec.id}"
+    (tmp_path / package).mkdir()
+    code = SLIPS.replace(name, value)
+    for other, right in (("INSTRUCTION", "Knowledge()"), ("TRAIN", "train"), ("REPLY", "None")):
+        code = code.replace(f" {other}", f" {right}")
+    (tmp_path / package / "mine.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*QUICK[:-2], "--models=mlp", "--backend=inline", f"--out={tmp_path / 'run'}"]
+    status, said, fault = call("run", f"{package}.mine", *words)
+    assert status == 2
+    assert expected in " ".join((said + fault).split())
+
+
 def test_metrics_that_are_not_declared_or_no_numbers_are_named(run_failing, tmp_path):
     status, said, _ = run_failing("{'gap': 0.25, 'lost': float('nan')}")
     assert status == 0, said

@@ -170,7 +170,7 @@ class HetClient(NumPyClient):
                 self.fit_private(self.generator(round, "train"))
                 return Knowledge(grouped("weights", to_arrays(self.network)))
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement train")
 
     def training_set(self) -> tuple[Tensor, Tensor]:
         """Return the samples x [N, ...] and labels y [N] on which `fit_private` trains.
@@ -488,6 +488,8 @@ class HetClient(NumPyClient):
         self.loss, self.metrics = None, {}
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
             reply, seconds = timed(self.train, round, instruction)
+            if not isinstance(reply, Knowledge):
+                raise TypeError(f"train must return Knowledge, got {reply!r:.100}")
         self.recipe.end(self.training, None if self.privacy.is_on else self.loss)
         self.state.metadata["participations"] = self.state.participations + 1
         return reply, seconds

@@ -213,7 +213,7 @@ class HetStrategy(Strategy):
                 self.weights = average_weights(models)
                 return {}
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement aggregate")
 
     def forget(self, client: str) -> None:
         """Discard the contributions of a client that left, failed repeatedly, or was excluded.

@@ -159,6 +159,9 @@ def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -
     )
     encoded = packing.encoded
     for name, tensor in knowledge.tensors.items():
+        if not isinstance(tensor, np.ndarray | np.generic):
+            fault = f"expected a NumPy array, got {type(tensor).__name__}"
+            raise KnowledgeError(envelope.sender, name, fault)
         if tensor.dtype.str.encode() not in _DTYPES or tensor.ndim > MAX_RANK:
             fault = f"unsupported tensor, {tensor.dtype} with {tensor.ndim} dimensions"
             raise KnowledgeError(envelope.sender, name, fault)
