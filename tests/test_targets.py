@@ -169,7 +169,7 @@ def test_class_directories_name_the_classes_unless_a_target_is_set(tmp_path):
         ("04.png,{}", "04.png,large", r"line 6, column 'size': 'large' is not a number"),
         ("04.png,{}", '04.png,"3,5 mm"', r"line 6, column 'size': '3,5 mm' is not a number"),
         ("04.png,{}", "04.png,3.5 cm", r"line 6, column 'size': '3.5 cm' is not a number"),
-        ("file,size", "name,size", r"column 'file' not found, expected one of"),
+        ("file,size", "name,size", r"column 'file' not found, got 'site', 'name', 'size'"),
         ("file,size", "file,length", r"column 'size' not found"),
     ],
 )

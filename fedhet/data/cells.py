@@ -250,9 +250,7 @@ def missing_column_error(
     available = ", ".join(map(repr, islice(columns, 50)))[:200]
     close = nearest(name, columns)
     hint = hint.removeprefix(".") if close else hint  # `close` ends with a question mark.
-    return DataError(
-        f"{where}: column {one_line(name)!r} not found, expected one of {available}{close}{hint}"
-    )
+    return DataError(f"{where}: column {one_line(name)!r} not found, got {available}{close}{hint}")
 
 
 def check_unique_columns(path: Path, header: Sequence[str]) -> None:
