@@ -129,6 +129,8 @@ def test_a_column_says_who_is_a_client(tmp_path):
     assert len(kept.groups) == 10
     named = {by_hand(r[0], 8192, 128)[0]: r[2] for r in ROWS}
     assert [named[int(x[0])] for x in kept.train.x] == [["ann", "bob"][g] for g in kept.groups]
+    with pytest.raises(DataError, match=r"must be at most 2, the number of groups in data\.by"):
+        RunData(spec(path, by="who", clients=3, min_samples=2)).partition()
     with pytest.raises(
         DataError, match=r"must be at most 1, because only 1 of the 2 groups in data\.by"
     ):

@@ -66,11 +66,13 @@ def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     enough = int((counts >= spec.min_samples).sum())
     if spec.clients > enough:
         source = f"data.by = {spec.by!r}" if spec.by else spec.dataset
-        raise DataError(
-            f"clients = {spec.clients}: must be at most {enough}, because only {enough} of the "
-            f"{len(counts)} groups in {source} have at least data.min-samples = "
-            f"{spec.min_samples} samples"
-        )
+        reason = f"the number of groups in {source}"
+        if enough < len(counts):
+            reason = (
+                f"because only {enough} of the {len(counts)} groups in {source} have at least "
+                f"data.min-samples = {spec.min_samples} samples"
+            )
+        raise DataError(f"clients = {spec.clients}: must be at most {enough}, {reason}")
     return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
 
 
