@@ -304,6 +304,7 @@ def test_scaling() -> None:
 
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.replace(dataset="cifar-10"))
+    assert "needs its format, as in table:PATH" in fault(DIGITS.replace(dataset="data/p.csv"))
     assert "expected one of breast-cancer, cifar10," in fault(DIGITS.replace(dataset="svhn"))
     assert fault(DIGITS.replace(dataset="npz")) == (
         "setting 'data.dataset': expected npz:DIR, got 'npz'"

@@ -43,6 +43,11 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
     name, _, place = dataset.partition(":")
     if name not in SOURCES or (place and not SOURCES[name].place):
         known = f"expected one of {', '.join(dataset_names())}"
+        if "/" in name or "." in name:
+            known = (
+                "a path or a name needs its format, as in table:PATH, text:PATH, imagefolder:PATH, "
+                "or hf:NAME; see `fedhet datasets`"
+            )
         raise SettingsError(f"'{setting}': {unknown_name('dataset', name, SOURCES, known)}")
     source = SOURCES[name]
     if source.place and not place:
