@@ -356,8 +356,8 @@ class RunLog:
     def missing_result(self) -> str:
         """Return the reason why the run has no result, or "" if it has a result.
 
-        A run has no result if no client replied in the last rounds, or if no model could be
-        evaluated.
+        A run has no result if no client sent a valid reply in the last rounds, or if no model could
+        be evaluated.
         """
         asked = [record for record in self._history if record.asked]
         last = list(takewhile(lambda record: not record.answered, reversed(asked)))
@@ -375,7 +375,8 @@ class RunLog:
             return f"no client could be evaluated in round {record.round}{example}"
         failures = [f"{name}: {reason}" for name, reason in sorted(last[0].failed.items())]
         since = "in any round" if len(last) == len(asked) else f"since round {last[-1].round}"
-        return f"no client has replied {since}: {failures[0] if failures else 'see the notices'}"
+        example = failures[0] if failures else "see the notices"
+        return f"no client has sent a valid reply {since}: {example}"
 
     def _summary(self) -> Summary:
         history, last = self._history, self._history[-1] if self._history else RoundRecord(0)
