@@ -192,6 +192,8 @@ def test_the_places_of_states(trained, tmp_path):
         open_client(directory, "client-9")
     with pytest.raises(StateError, match=r"directory .* not found"):
         open_client(tmp_path / "nowhere", MLP)
+    with pytest.raises(StateError, match=f"contains runs. Select a run, as in {directory}"):
+        open_client(directory.parent, MLP)
     with pytest.raises(StateError, match="expected a run directory or the state directory"):
         open_client(tmp_path, MLP)
     (tmp_path / "run.json").write_text(json.dumps({"run": "felo-1"}))
@@ -253,7 +255,8 @@ def test_other_sizes_are_refused_or_resized_and_colors_become_gray(trained, tmp_
         ),
         (np.full((2, 8, 8), 16.0), "or floats scaled to .*, got 16"),
         (np.full((2, 8, 8), np.nan), "NaN"),
-        (np.array(["a"]), "x must be"),
+        (np.array(["a"]), "expected an array of numbers, got <U1"),
+        (Path("new.csv"), "got object. Use `fedhet predict` to predict files"),
     ],
 )
 def test_arrays_that_cannot_be_meant_are_refused(trained, x, says):

@@ -331,6 +331,12 @@ def find_store(directory: Path, client: str) -> ClientStore:
             f"{directory}: expected one run of {client}, got {runs}. Select a run, as in "
             f"{directory / matches[0].run}."
         )
+    inside = sorted(path.parent for path in directory.glob("*/run.json"))
+    if inside and not (directory / "run.json").exists():
+        raise StateError(
+            f"{directory}: expected a run directory, got a directory that contains runs. Select a "
+            f"run, as in {inside[0]}."
+        )
     names = sorted({store.client for store in stores}, key=natural)
     if not names:
         if not directory.is_dir():
@@ -460,7 +466,13 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
         return tokenize(list(x), DataSpec.of(record.config().run), where)
     shape = tuple(record.shape)
     kind = KINDS[record.kind]
-    values, expected = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]
+    given = np.asarray(x)
+    if given.dtype.kind in "OSU":
+        raise DataError(
+            f"{where}: expected an array of numbers, got {given.dtype}. Use `fedhet predict` to "
+            "predict files or the rows of a table."
+        )
+    values, expected = kind.checked(given, where), kind.blank(1, shape).shape[1:]
     if values.shape[1:] != expected:
         raise DataError(
             f"{where}: {record.client}'s model expects samples of shape {list(expected)}, got "
