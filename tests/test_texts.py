@@ -16,6 +16,7 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import numpy_rng
 from fedhet.cli.example import OWNERS, TOPICS, write_example
 from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.samples import client_data
 from fedhet.config.resolve import check, resolve
 from fedhet.data.cells import read_rows
 from fedhet.data.site import site_data
@@ -250,7 +251,7 @@ def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
     )
     simulated = RunData.of(run.run).client(0)
     node = read_node({"data": str(site), "name": simulated.name}, run.run, str(tmp_path / "state"))
-    own = node.load_data(run)
+    own = client_data(run, node)
     # Which of the rows are its test split is drawn by the name, which has the folder in it.
     assert samples(own) == samples(simulated)
     assert len(own.test) == len(simulated.test)

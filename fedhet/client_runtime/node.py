@@ -23,8 +23,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config
 from fedhet.config.secure import Peers, own_key, read_peers, simulated_files
-from fedhet.data.site import Declaration, site_data
-from fedhet.data.spec import ClientData
+from fedhet.data.site import Declaration
 from fedhet.data.store import RunData
 from fedhet.models import assign
 from fedhet.settings.defense import PrivacySettings
@@ -153,23 +152,6 @@ class Node:
     is_site: bool = False
     """Whether the client's private state outlives the run, unlike the state of a simulated
     client."""
-
-    def load_data(self, config: Config) -> ClientData:
-        """Load the client's data from the site's directory or the run's dataset.
-
-        Raises DataError if the directory cannot be read or the client has too few samples.
-        """
-        if self.declared is not None:
-            return self.declared.read_data(self.folder, self.name)
-        if self.folder:
-            return site_data(
-                self.folder,
-                spec=self.data.spec,
-                classes=config.run.models.num_classes,
-                name=self.name,
-                unlabeled=config.uses_unlabeled,
-            )
-        return self.data.client(self.partition)
 
 
 def read_node(

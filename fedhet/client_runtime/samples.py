@@ -21,7 +21,8 @@ from fedhet.base.errors import DataError, StateError
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labeled_parts
-from fedhet.data.spec import Split, Stored
+from fedhet.data.site import site_data
+from fedhet.data.spec import ClientData, Split, Stored
 from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap, order_of
 from fedhet.data.tables import TableSchema
 from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task
@@ -100,7 +101,7 @@ class ClientSamples:
 
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     """Load a node's samples. Raises DataError if they cannot be read or are too few."""
-    run, data = config.run, node.load_data(config)
+    run, data = config.run, client_data(config, node)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
     count, order = len(labeled) + len(unlabeled), order_of(data)
     # A private site ignores the run's data settings, except for the loss.
@@ -139,6 +140,24 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         data.schema,
         task,
     )
+
+
+def client_data(config: Config, node: Node) -> ClientData:
+    """Load a node's data from the site's directory or the run's dataset.
+
+    Raises DataError if the directory cannot be read or the client has too few samples.
+    """
+    if node.declared is not None:
+        return node.declared.read_data(node.folder, node.name)
+    if node.folder:
+        return site_data(
+            node.folder,
+            spec=node.data.spec,
+            classes=config.run.models.num_classes,
+            name=node.name,
+            unlabeled=config.uses_unlabeled,
+        )
+    return node.data.client(node.partition)
 
 
 def public_samples(
