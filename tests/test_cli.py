@@ -11,8 +11,8 @@ from federation import SMALL
 from typer.testing import CliRunner
 
 from fedhet.cli import app
-from fedhet.cli.options import gather
 from fedhet.config.resolve import resolve
+from fedhet.config.sources import gather
 from fedhet.settings.text import as_text
 
 OPTIONS = [f"--set={k}={as_text(v)}" for k, v in SMALL.items()]

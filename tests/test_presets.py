@@ -6,10 +6,9 @@ import pytest
 
 from fedhet import models
 from fedhet.base.errors import SettingsError
-from fedhet.cli.options import gather
 from fedhet.cli.run import read_sweep
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import preset_names, read_preset
+from fedhet.config.sources import gather, preset_names, read_preset
 
 # FedType, Appendix F and Section 4.1.
 FEDTYPE = {

@@ -32,8 +32,8 @@ from fedhet.base import __version__
 from fedhet.base.errors import FedhetError, error_reason
 from fedhet.cli import deploy, results, run, show
 from fedhet.cli.example import example_command
-from fedhet.cli.options import FLAGS, console, errors
-from fedhet.config.sources import all_settings
+from fedhet.cli.options import console, errors
+from fedhet.config.sources import FLAGS, all_settings
 from fedhet.engines.connection import abandon, is_starting
 from fedhet.runs.units import make_output_lenient
 from fedhet.settings.schema import synonym_of

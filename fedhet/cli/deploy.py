@@ -17,8 +17,8 @@ from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import options
-from fedhet.cli.options import console, gather, listing, loading, option, say
-from fedhet.config.sources import validate
+from fedhet.cli.options import console, listing, loading, option, say
+from fedhet.config.sources import gather, validate
 
 if TYPE_CHECKING:
     from fedhet.deployment.control import Connection

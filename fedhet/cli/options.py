@@ -1,7 +1,7 @@
 """Code that commands share: console, tables, shell completion, and options for settings.
 
 A command declares its options in its signature, using the aliases in this module. It passes the
-options for settings to `gather`.
+options for settings to `fedhet.config.sources.gather`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError, describe_error
-from fedhet.config.sources import (
-    all_settings,
-    override,
-    parse_pairs,
-    preset_names,
-    read_layers,
-    settings_for_method,
-)
+from fedhet.config.sources import FLAGS, all_settings, preset_names
 from fedhet.methods.registry import all_methods
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
@@ -162,19 +155,6 @@ def option(metavar: str | None, text: str, *names: str, default: str = NONE, **m
     return typer.Option(*names, metavar=metavar, show_default=default, help=text, **more)
 
 
-FLAGS = {
-    "dataset": "data.dataset",
-    "clients": "clients",
-    "models": "models.pool",
-    "rounds": "rounds",
-    "seed": "seed",
-    "backend": "engine.backend",
-    "strict": "engine.strict",
-    "out": "out",
-}
-"""Settings that have a command-line option, by option name."""
-
-
 def _flag(name: str, metavar: str | None = None) -> Any:
     """Declare an option in `FLAGS`, with the description, default and choices of its setting."""
     info = RunSettings.fields()[FLAGS[name]]
@@ -225,30 +205,6 @@ TRUST = option(
     "MODULE[,MODULE]",
     "Modules that settings in DIR may import, in addition to the modules in FEDHET_TRUST.",
 )
-
-
-def gather(
-    method: str | None = None,
-    preset: str | None = None,
-    config: Path | None = None,
-    set_: list[str] | None = None,
-    resume: Path | None = None,
-    trust: str | None = None,
-    **flags: str | bool | None,
-) -> dict[str, object]:
-    """Merge the settings from presets, a file, and options such as `--set`, in that order.
-
-    If `resume`, a run directory, is given, the settings of that run replace presets and the file.
-    Raises SettingsError if a setting is unknown or invalid.
-    """
-    options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
-    pairs = [*(set_ or []), *options]
-    values = read_layers(preset, config, resume, trust or "")
-    # The method overrides the preset's method, e.g. `run local --preset felo-...` for a baseline.
-    if method is not None:
-        values = settings_for_method(values, method)
-    name = values.get("method")
-    return override(values, parse_pairs(pairs, None if name is None else str(name)), resume)
 
 
 def read_seeds(text: str) -> list[int]:

@@ -18,10 +18,11 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli import options
-from fedhet.cli.options import TRUST, complete_method, gather, loading, option, read_seeds, say
+from fedhet.cli.options import TRUST, complete_method, loading, option, read_seeds, say
 from fedhet.config.sources import (
     GivenSettings,
     full_name,
+    gather,
     settings_for_method,
     settings_of,
     validate,

@@ -14,9 +14,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhet.cli import options
-from fedhet.cli.options import console, gather, listing, loading, option, say
+from fedhet.cli.options import console, listing, loading, option, say
 from fedhet.config import reference
-from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, validate
+from fedhet.config.sources import (
+    all_settings,
+    defaults,
+    gather,
+    preset_names,
+    read_preset,
+    validate,
+)
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Schema, nest, table_of, unknown

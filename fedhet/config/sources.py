@@ -1,10 +1,9 @@
 """Reading and validation of settings, without importing PyTorch.
 
-Settings come from `KEY=VALUE` arguments, TOML files, presets, and Flower's run config.
-`read_layers` and `override` merge them. Untrusted settings may name code to import, which
-`check_trusted` rejects. `validate` checks names, types and ranges, so that commands report a
-mistyped setting immediately. `fedhet.config.resolve` checks the rules across tables and adds the
-method's defaults.
+Settings come from `KEY=VALUE` arguments, TOML files, presets, and Flower's run config. `gather`
+merges them. Untrusted settings may name code to import, which `check_trusted` rejects. `validate`
+checks names, types and ranges, so that commands report a mistyped setting immediately.
+`fedhet.config.resolve` checks the rules across tables and adds the method's defaults.
 """
 
 from __future__ import annotations
@@ -63,6 +62,19 @@ OBJECTS = "fedhet.inference.objects"
 METHOD = "method"
 DATASETS = ("data.dataset", "data.public-dataset")
 """Settings that name datasets."""
+
+
+FLAGS = {
+    "dataset": "data.dataset",
+    "clients": "clients",
+    "models": "models.pool",
+    "rounds": "rounds",
+    "seed": "seed",
+    "backend": "engine.backend",
+    "strict": "engine.strict",
+    "out": "out",
+}
+"""Settings that have a command-line option, by option name."""
 
 
 def settings_of(*methods: str) -> dict[str, FieldInfo]:
@@ -243,6 +255,30 @@ def override(
     # The two sources of public data are mutually exclusive, so setting one unsets the other.
     replaced = {other for name, other in PUBLIC_SOURCES if changes.get(name)}
     return {k: v for k, v in values.items() if k not in replaced} | dict(changes)
+
+
+def gather(
+    method: str | None = None,
+    preset: str | None = None,
+    config: Path | None = None,
+    set_: list[str] | None = None,
+    resume: Path | None = None,
+    trust: str | None = None,
+    **flags: str | bool | None,
+) -> dict[str, object]:
+    """Merge the settings from presets, a file, and options such as `--set`, in that order.
+
+    If `resume`, a run directory, is given, the settings of that run replace presets and the file.
+    Raises SettingsError if a setting is unknown or invalid.
+    """
+    options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
+    pairs = [*(set_ or []), *options]
+    values = read_layers(preset, config, resume, trust or "")
+    # The method overrides the preset's method, e.g. `run local --preset felo-...` for a baseline.
+    if method is not None:
+        values = settings_for_method(values, method)
+    name = values.get("method")
+    return override(values, parse_pairs(pairs, None if name is None else str(name)), resume)
 
 
 # --- code named by settings
