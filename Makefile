@@ -58,6 +58,7 @@ proto-check: install ## check that the generated code matches the .proto file
 reference: install ## generate the reference pages, method pages and Flower's run config from the code, and the claims from the tables
 	$(BIN)/python -m fedhet.config.reference
 	$(BIN)/python -m fedhet.experiments.claims
+	@touch $(STAMP)  # The run config in pyproject.toml does not affect the environment.
 
 # uv is a dependency of Flower. The image uses Linux and Python 3.11; amd64 and arm64 share the same pins.
 COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constraints' --no-annotate --generate-hashes \
