@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
+from fedhet.algorithms.weights import interpolate
 from fedhet.base.errors import FedhetError
 from fedhet.data.store import RunData
 from fedhet.models import build, part_arrays, part_names, shapes
@@ -91,9 +92,10 @@ def test_the_server_averages_by_samples(tmp_path, method):
         np.testing.assert_allclose(value, mean, rtol=1e-5, atol=1e-6)
 
 
-def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path):
+@pytest.mark.parametrize("beta", [0.25, 2.0])
+def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path, beta):
     """T. Dinh et al., Algorithm 1, line 12: w <- (1 - beta) w + beta sum of w_i / S."""
-    server = Server(federation("pfedme", models="mlp", **{"pfedme.beta": 0.25}), tmp_path)
+    server = Server(federation("pfedme", models="mlp", **{"pfedme.beta": beta}), tmp_path)
     asked = server.ask(1)
     before, answers = instruction_of(asked[0]).tensors, server.answers(asked)
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
@@ -101,7 +103,20 @@ def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path):
     total = sum(samples.values())
     for name, value in instruction_of(server.ask(2)[0]).tensors.items():
         mean = sum(reply_of(r).tensors[name] * (samples[c.name] / total) for c, r in answers)
-        np.testing.assert_allclose(value, 0.75 * before[name] + 0.25 * mean, rtol=1e-4, atol=1e-6)
+        moved = (1 - beta) * before[name] + beta * mean
+        np.testing.assert_allclose(value, moved, rtol=1e-4, atol=1e-6)
+
+
+def test_beyond_the_average_running_statistics_are_those_of_the_average():
+    """With beta = 2, the variance 2 * 0.4 - 1 would be negative."""
+    old = {"a.weight": np.float32([1]), "a.running_mean": np.float32([3])}
+    new = {"a.weight": np.float32([4]), "a.running_mean": np.float32([5])}
+    old |= {"a.running_var": np.float32([1]), "a.num_batches_tracked": np.array(2)}
+    new |= {"a.running_var": np.float32([0.4]), "a.num_batches_tracked": np.array(9)}
+    moved = interpolate(old, new, 2.0)
+    assert moved["a.weight"] == 2 * 4 - 1
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert moved[f"a.{name}"] == new[f"a.{name}"]
 
 
 # The clients

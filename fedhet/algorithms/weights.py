@@ -77,9 +77,22 @@ def as_type(mean: Array, dtype: np.dtype[Any]) -> Array:
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
 
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Endings of the names of a batch norm's running statistics."""
+
+
 def interpolate(old: Arrays, new: Arrays, beta: float) -> dict[str, Array]:
-    """Return (1 - beta) old + beta new (pFedMe, Algorithm 1, line 12)."""
-    return dict(new) if beta == 1 else average_weights([(old, 1 - beta), (new, beta)])
+    """Return (1 - beta) old + beta new (pFedMe, Algorithm 1, line 12).
+
+    With beta > 1, which moves beyond the new weights, running statistics are replaced with the new
+    statistics, because a variance could become negative.
+    """
+    if beta == 1:
+        return dict(new)
+    moved = average_weights([(old, 1 - beta), (new, beta)])
+    if beta > 1:
+        moved |= {name: new[name].copy() for name in moved if name.endswith(STATISTICS)}
+    return moved
 
 
 def add_update(weights: Arrays, update: Arrays) -> dict[str, Array]:

@@ -23,9 +23,10 @@ class FedTypeSettings(MethodSettings):
     aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
         "fedavg", description="method of training and averaging the proxies"
     )
-    moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
+    moreau_beta: Positive = Field(
         1.0,
-        description="with pFedMe: weight of the new average in the update of the server's proxy",
+        description="with pFedMe: weight of the new average in the server's proxy; 1 = replace the "
+        "proxy, above 1 = extrapolate",
     )
     backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
         "conformal",

@@ -1,7 +1,6 @@
 """Declaration of pFedMe: settings and messages."""
 
 from dataclasses import replace
-from typing import Annotated
 
 from pydantic import Field
 
@@ -16,10 +15,10 @@ class PFedMeSettings(fedavg.FedAvgSettings):
     strength: Positive = Field(15.0, description="strength lambda of the Moreau envelope")
     rate: Positive = Field(0.005, description="learning rate eta of the local copy")
     steps: Count = Field(5, description="number K of steps on the personal model, per batch")
-    beta: Annotated[float, Field(gt=0, le=1)] = Field(
+    beta: Positive = Field(
         1.0,
-        description="weight beta of the new average in the update of the server's model; "
-        "1 = replace the model",
+        description="weight beta of the new average in the server's model; 1 = replace the model, "
+        "above 1 = extrapolate",
     )
 
 
