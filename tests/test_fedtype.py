@@ -102,6 +102,26 @@ def test_an_alternating_loss_reaches_its_own_model_alone(tmp_path, own, other):
     assert moved(client.models[other]) == 0
 
 
+@pytest.mark.parametrize("model", ["cnn2-dropout", "gems-resnet11"])
+def test_the_published_proxy_learns_from_the_private_model_without_dropout(tmp_path, model):
+    """update_new.py calls `large_model.eval()` before the epoch of the small model."""
+    changes = {"fedtype.order": "alternating", "fedtype.proxy-loss": "kl", "fedtype.proxy": "mlp"}
+    learning = reciprocity(client := opened(fedtype(models=model, **changes), tmp_path))
+    private, x = client.models["private"], client.x[:20]
+    before = {name: value.clone() for name, value in private.state_dict().items()}
+    found = learning.proxy_loss(x, client.y[:20]).item()
+    assert private.training
+    teacher = private.eval()(x).softmax(1).tolist()
+    student = client.models["proxy"](x).softmax(1).tolist()
+    expected = sum(
+        q * math.log(q / p)
+        for mine, said in zip(student, teacher, strict=True)
+        for p, q in zip(mine, said, strict=True)
+    )
+    assert found == pytest.approx(expected / 20, rel=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in private.state_dict().items())
+
+
 def test_the_published_proxy_loss_is_a_mean_over_samples_and_classes(tmp_path):
     """The loss is written out for three samples of four classes; KLDivLoss averages over both."""
     learning = reciprocity(opened(fedtype(**{"fedtype.proxy-loss": "ce+kl"}), tmp_path))

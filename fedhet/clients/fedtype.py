@@ -227,8 +227,11 @@ class Reciprocity:
         return self.supervised(private, y) + self.backward_loss(x, private, self.teacher_logits(x))
 
     def proxy_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the proxy's part of Eq. 2 for a batch; the private model is frozen."""
-        with torch.no_grad(), frozen_statistics(self.private):
+        """Return the proxy's part of Eq. 2 for a batch; the private model is frozen.
+
+        As in the authors' code, the private model is in evaluation mode.
+        """
+        with torch.no_grad(), evaluating(self.private):
             private = self.within(self.private(x))
         self.step_proxy_before(private, x, y)
         return self.forward_loss(private, self.within(self.proxy.logits(x)), y)
