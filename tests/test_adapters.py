@@ -200,6 +200,16 @@ def test_idle_rounds_shrink_the_levels_that_few_clients_have(rule, power):
         np.testing.assert_allclose(spectrum, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_levels_without_a_client_are_lost_under_svd_and_kept_by_the_other_rules():
+    """Two idle clients of rank 2 reply in a round, and the server has rank 8."""
+    old = truncated([before(8)], before(8))
+    whole, parts = old[0] @ old[1], [((old[0][:, :2], old[1][:2]), n) for n in (1.0, 2.0)]
+    b, a = product_average(parts, old)
+    np.testing.assert_allclose(b @ a, best(whole, 2), atol=1e-11)
+    for b, a in (level_average(parts, old), padded(parts, old)):
+        np.testing.assert_allclose(b @ a, whole, atol=1e-11)
+
+
 def test_ranks_collapse_under_svd_and_not_under_rank_partition():
     (first, *_, last), end = idle_rounds(product_average)
     share = [np.sum(s[:2] ** 2) / np.sum(s**2) for s in (first, last)]

@@ -11,8 +11,9 @@ all clients, so it cancels. All sums are computed in float64.
   rank level over the clients that have this level.
 
 A rank level consists of a column of B and the corresponding row of A. Unlike in the papers, a rank
-level that no reply contains keeps its previous value. FFA-LoRA (Sun et al. 2024) freezes A, so the
-padded average of B is exact.
+level that no reply contains keeps its previous value, except in `product_average`: the average of
+the products has no such level, so its part of the product is lost. FFA-LoRA (Sun et al. 2024)
+freezes A, so the padded average of B is exact.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def product_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> 
     """Return the best rank-R approximation of the average of the products B_k A_k, as factors.
 
     B contains the first R columns of U Sigma, and A the first R rows of the transposed V, in
-    descending order of the singular values.
+    descending order of the singular values. As in FlexLoRA, the result does not depend on the
+    previous product: if no client has a rank level, its part of the product is lost.
     """
     total = sum(weight for _, weight in parts)
     return truncated([(b * (weight / total), a) for (b, a), weight in parts], before)

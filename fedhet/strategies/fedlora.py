@@ -15,7 +15,7 @@ The setting `fedlora.aggregation` selects the rule:
   ICLR 2024.
 
 Unlike in the papers, the head is trained and averaged, weighted by each client's number of samples.
-A rank level that no reply contains keeps its previous value.
+Except with the rule svd, a rank level that no reply contains keeps its previous value.
 """
 
 from __future__ import annotations
