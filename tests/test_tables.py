@@ -524,6 +524,26 @@ def test_what_may_be_meant_in_two_ways_is_decided_by_other_columns_or_a_setting(
     np.testing.assert_allclose(data.train.x[:, :1], expected(numbers * 4), atol=1e-5)
 
 
+def test_integers_below_and_above_a_thousand_have_points_in_a_table_of_decimal_commas(tmp_path):
+    others = {",": ["0,5", "1,25", "3"], ".": ["0.5", "1.25", "3"]}
+    for sign, thousand in ((",", 1000), (".", 1)):
+        numbers = [0, 950, 1.234 * thousand, -12.5 * thousand]
+        rows = [
+            [text, other, "ny"[k % 2]]
+            for k, (text, other) in enumerate(
+                zip(["0", "950", "1.234", "-12.500"] * 3, others[sign] * 4, strict=True)
+            )
+        ]
+        data = load(spec(write(tmp_path / "a.csv", rows, ["v", "w", "died"])))
+        np.testing.assert_allclose(data.train.x[:, :1], expected(numbers * 3), atol=1e-5)
+    # Digits without a point show that a file does not group thousands.
+    rows = [[*row[:-2], other, row[-1]] for row, other in zip(rows, others[","] * 4, strict=True)]
+    rows[0][0] = "4711"
+    data = load(spec(write(tmp_path / "a.csv", rows, ["v", "w", "died"])))
+    numbers = [4711, *(numbers * 3)[1:]]
+    np.testing.assert_allclose(data.train.x[:, :1], expected(numbers), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("texts", "days"),
     [

@@ -260,7 +260,8 @@ def _numbers(
     plain = np.array([_plain(text) for text in texts], np.float64)
     sign, why = {"point": ".", "comma": ","}.get(decimal, ""), "all values are numbers"
     if not np.isnan(plain).any() and sign != ",":
-        by_points = sign != "." and all(map(_GROUPED_BY_POINTS, texts))
+        by_points = sign != "." and any("." in text for text in texts)
+        by_points = by_points and all(map(_GROUPED_BY_POINTS, texts))
         if not by_points or evidence() != ",":
             return plain, _POINT, "", why
     parts = [_parts(text) for text in texts]
@@ -298,7 +299,8 @@ def _numbers(
 
 _SIGNED = {".": (_POINT, _POINT_GROUPS), ",": (_COMMA, _COMMA_GROUPS)}
 """Notations for each decimal separator, without and with separators between thousands."""
-_GROUPED_BY_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+").fullmatch
+_GROUPED_BY_POINTS = re.compile(r"[+-]?(?:0|[1-9]\d{0,2}(?:\.\d{3})*)").fullmatch
+"""Match an integer that may have points between thousands, such as 950 and 1.234."""
 
 # --- dates --------------------------------------------------------------------------------------
 
