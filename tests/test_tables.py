@@ -319,6 +319,25 @@ def test_a_sites_number_that_is_none(tmp_path, value):
         labeled_split(schema, read_table(path, spec()))
 
 
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_numbers_with_a_type_are_not_read_in_the_notation_of_the_schema(tmp_path, ending, missing):
+    texts = ["1.234,5", "2,25", "12.000"] * 4
+    source = write(tmp_path / "a.csv", [[text, "ny"[k % 2]] for k, text in enumerate(texts)], "vd")
+    schema = infer_schema(read_table(source, spec(target="d")), spec(target="d"))
+    assert schema.columns[0].written == "1.234,5"
+    numbers = [12.345, 1.5, 1234.5, None if missing else 2.0]
+    frame, path = pd.DataFrame({"v": numbers, "d": list("nyny")}), tmp_path / f"b.{ending}"
+    if ending == "parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    mean, deviation = np.mean([1234.5, 2.25, 12000]), np.std([1234.5, 2.25, 12000])
+    x = [(mean if number is None else number) for number in numbers]
+    found = encode(schema, read_table(path, spec()))[:, 0]
+    np.testing.assert_allclose(found, (np.array(x) - mean) / deviation, atol=1e-5)
+
+
 def site(folder, rows, schema, head=HEAD):
     folder.mkdir()
     write(folder / "train.csv", rows, head)

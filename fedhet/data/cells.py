@@ -487,7 +487,7 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
             if isinstance(value, list | dict):
                 unusable[name] = "lists" if isinstance(value, list) else "objects"
                 value = None
-            elif not isinstance(value, int | float) or isinstance(value, bool):
+            elif isinstance(value, bool) or not isinstance(value, int | float | None):
                 words.add(name)
             text = "" if value is None or value != value else str(value).strip()
             column = columns.get(name)

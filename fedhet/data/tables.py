@@ -36,6 +36,7 @@ from fedhet.data.cells import NO_NAME, Cells, missing_column_error
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
 from fedhet.data.tasks import CLASSIFICATION, MAX_CLASSES, Task, find_task, target_names
 from fedhet.data.values import (
+    CLOCK,
     MAX_NUMBER,
     MISSING_TARGET,
     Distinct,
@@ -451,7 +452,10 @@ def _features(
         if column.kind == "date":
             numbers = parse_dates(values.texts, column.written)
         else:
-            numbers = parse_numbers(values.texts, column.written or "1234.5", column.unit)
+            # Values of a numeric type have no notation: 1.234 is not 1234 in Parquet.
+            typed = column.name in cells.typed and column.written != CLOCK
+            written = "" if typed else column.written
+            numbers = parse_numbers(values.texts, written or "1234.5", column.unit)
         for place in np.flatnonzero(np.isnan(numbers) & ~absent).tolist():
             text = values.texts[place]
             if not is_missing_number(text):
