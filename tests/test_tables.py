@@ -492,6 +492,40 @@ def test_among_words_such_a_mark_is_a_word(tmp_path, mark):
     assert column.categories == tuple(sorted(["mild", mark, "severe"]))
 
 
+@pytest.mark.parametrize("mark", ["-999", "-999.0"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
+def test_an_integer_that_marks_missing_values_may_have_decimals(tmp_path, mark, ending):
+    numbers, path = [1.5, -999.0, 2.0, 7.0], tmp_path / f"a.{ending}"
+    frame = pd.DataFrame(
+        {"v": numbers * 3, "w": ["-999", "b", "b", "c"] * 3, "died": list("nny") * 4}
+    )
+    if ending == "csv":
+        frame.to_csv(path, index=False)
+    elif ending == "parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    data = load(spec(path, missing=(mark,)))
+    number, word = data.schema.columns
+    assert (number.missing, word.categories, word.missing) == (True, ("b", "c"), True)
+    np.testing.assert_allclose(data.train.x[:, :2], expected([1.5, None, 2, 7] * 3), atol=1e-5)
+    # In a table with points between thousands, 9.000 is not the marker 9.
+    rows = [[text, "ny"[k % 2]] for k, text in enumerate(["9.000", "9", "1.234,5", "9,00"] * 3)]
+    data = load(spec(write(tmp_path / "b.csv", rows, ["v", "died"]), missing=("9",)))
+    read = expected([9000, None, 1234.5, None] * 3)
+    np.testing.assert_allclose(data.train.x, read, atol=1e-5)
+
+
+def test_a_marker_is_no_target_of_a_site(tmp_path):
+    rows = [["1", "3"], ["2", "4"], ["4", "5"]]
+    source = write(tmp_path / "a.csv", rows, ["v", "died"])
+    of_run = spec(task="regression", missing=("-999",))
+    schema = infer_schema(read_table(source, of_run), of_run)
+    other = write(tmp_path / "b.csv", [*rows, ["5", "-999.0"]], ["v", "died"])
+    with pytest.raises(DataError, match=r"b\.csv: line 5, column 'died': the target"):
+        labeled_split(schema, read_table(other, of_run))
+
+
 @pytest.mark.parametrize(
     ("texts", "numbers"),
     [

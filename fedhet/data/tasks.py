@@ -406,10 +406,11 @@ class Regression(Task):
             if column.name in cells.typed:  # Values of a numeric type have no notation.
                 written, unit = "1234.5", ""
             numbers = parse_numbers(values.texts, written, unit)
-            for invalid in np.flatnonzero(np.isnan(numbers)).tolist():
+            absent = np.array([is_missing(text, schema.missing) for text in values.texts], bool)
+            for invalid in np.flatnonzero(np.isnan(numbers) | absent).tolist():
                 text = values.texts[invalid]
                 fault = f"{text!r} is not a number, expected the notation of the other targets"
-                if is_missing(text, schema.missing) or is_missing_number(text):
+                if absent[invalid] or is_missing_number(text):
                     fault = MISSING_TARGET
                 raise cells.fault(column.name, values.row(invalid), fault)
             encoded[:, place] = ((numbers - column.mean) / column.deviation)[values.codes]

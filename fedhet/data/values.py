@@ -44,6 +44,7 @@ are words."""
 _MISSING_FORM = re.compile(r"#[¡¿]?[^\W\d]\S*|err:\d+|\.[a-z]", re.IGNORECASE)
 """Pattern for spreadsheet errors in all languages (#DIV/0!, #WERT!), and for .A to .Z from SAS and
 Stata."""
+_INTEGER = re.compile(r"([+-]?\d+)[.,](?:000)*0{1,2}")
 MAX_NUMBER = 1e15
 """Maximum magnitude of a number, so that sums of squares are finite."""
 MAX_ODD = 0.1
@@ -117,8 +118,22 @@ class Reading:
 
 
 def is_missing(text: str, marks: Sequence[str] = ()) -> bool:
-    """Return whether a text marks a missing value in any column; `marks` are custom markers."""
-    return text.lower() in MISSING or text in marks
+    """Return whether a text marks a missing value in any column; `marks` are custom markers.
+
+    An integer marker such as -999 also has the form -999.0, as pandas and Parquet write it.
+    """
+    if text.lower() in MISSING or text in marks:
+        return True
+    return any(_without_zeros(text) == _without_zeros(mark) for mark in marks)
+
+
+def _without_zeros(text: str) -> str:
+    """Remove the decimals of an integer such as 9.0 or 9,00, but not from 9.000, which may be 9000.
+
+    Returns any other text unchanged.
+    """
+    match = _INTEGER.fullmatch(text)
+    return match[1] if match else text
 
 
 def is_missing_number(text: str) -> bool:
