@@ -251,6 +251,18 @@ def test_an_image_is_turned_as_its_exif_data_says(tmp_path, orientation, format)
     assert np.array_equal(shown(tmp_path / f"a.{format}").transpose(1, 2, 0), turned[orientation])
 
 
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_an_uncompressed_gray_tiff_is_turned(tmp_path, orientation, kind):
+    gray = COLORS[..., 0]
+    turned = {5: gray.T, 6: gray[::-1].T, 7: gray[::-1, ::-1].T, 8: gray[:, ::-1].T}
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    stored = gray.astype(kind) * (257 if kind is np.uint16 else 1)
+    PIL.Image.fromarray(stored).save(tmp_path / "a.tiff", exif=exif)
+    assert np.array_equal(shown(tmp_path / "a.tiff")[0], turned[orientation])
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L"])
 def test_transparent_pixels_are_white(tmp_path, mode):
     alpha = np.array([[0, 255, 51]], np.uint8)

@@ -33,7 +33,7 @@ from fedhet.kinds import Shape
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the decoder, which is part of the cache key; increase it when decoding changes."""
 _ROWS = 256
 """Number of images that a thread decodes at a time."""
@@ -215,7 +215,10 @@ def open_image(source: str | IO[bytes]) -> Image:
     import PIL.Image
 
     PIL.Image.init()  # Some formats are missing if Pillow was built without their libraries.
-    return PIL.Image.open(source, formats=[each for each in FORMATS if each in PIL.Image.OPEN])
+    image = PIL.Image.open(source, formats=[each for each in FORMATS if each in PIL.Image.OPEN])
+    # Pillow maps an uncompressed TIFF with a name into memory, in the wrong shape if it is rotated.
+    image.filename = ""
+    return image
 
 
 @contextmanager
