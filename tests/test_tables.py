@@ -243,6 +243,34 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
         load(spec(tmp_path, by="ward"))
 
 
+@pytest.mark.parametrize(("train", "test"), [("Train.csv", "Test.csv"), ("TRAIN.CSV", "test.csv")])
+def test_the_names_of_parts_have_any_case(tmp_path, train, test):
+    write(tmp_path / train, many(20))
+    write(tmp_path / test, many(8, 1))
+    data = load(spec(tmp_path))
+    assert (len(data.train), len(data.test), data.groups) == (20, 8, None)
+
+
+@pytest.mark.parametrize("names", [("test", "training"), ("a", "Testing"), ("a", "val")])
+def test_a_part_is_no_client(tmp_path, names):
+    for name in names:
+        write(tmp_path / f"{name}.csv", many(20))
+    odd = names[0] if names[0] == "test" else names[1]
+    with pytest.raises(DataError, match=rf"{odd}\.csv: the name of a part of the data, but"):
+        load(spec(tmp_path))
+
+
+def test_tables_that_are_not_read_are_named(tmp_path, caplog):
+    for name in ("train", "test", "val", "._train"):
+        write(tmp_path / f"{name}.csv", many(20))
+    assert len(load(spec(tmp_path)).train) == 20
+    assert "only train.csv and test.csv are read; not used: val.csv" in caplog.messages[-1]
+    (tmp_path / "train.csv").rename(tmp_path / "east.csv")
+    (tmp_path / "val.csv").rename(tmp_path / "north.csv")
+    (tmp_path / "test.csv").unlink()  # The hidden file is no client.
+    assert load(spec(tmp_path)).group_names == ("east.csv", "north.csv")
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "fault"),
     [

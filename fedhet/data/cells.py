@@ -381,9 +381,12 @@ class Cells:
 def find_rows(directory: Path, part: str, endings: Sequence[str] = ENDINGS) -> Path | None:
     """Return the row file of a part ("train" or "test"), or None if it does not exist.
 
-    Raises DataError if several files match.
+    The case of the name does not matter. Raises DataError if several files match.
     """
-    paths = [path for ending in endings if (path := directory / f"{part}{ending}").is_file()]
+    names = {f"{part}{ending}" for ending in endings}
+    with reading(directory, "directory"):
+        found = sorted(path for path in directory.iterdir() if path.name.lower() in names)
+    paths = [path for path in found if path.is_file()]
     if len(paths) > 1:
         raise DataError(
             f"{directory}: expected a single {part} file, got {paths[0].name} and {paths[1].name}"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,10 +33,10 @@ import numpy.typing as npt
 import torch
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
+from fedhet.base.errors import DataError, SettingsError, describe_error, nearest, one_line
 from fedhet.data import tables
 from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
-from fedhet.data.class_folders import Files, find_tree
+from fedhet.data.class_folders import Files, find_tree, is_ignored, part_of
 from fedhet.data.images import IMAGES
 from fedhet.data.labels import array_cells, find_label_tables, infer_targets, read_label_tables
 from fedhet.data.spec import (
@@ -53,6 +54,7 @@ from fedhet.data.tasks import Classification, Regression, find_task
 from fedhet.data.texts import TEXTS, read_texts, read_windows
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind, kind_of_arrays
 
+LOG = logging.getLogger("fedhet")
 # Limit labels, because the largest label determines the number of classes, and thus the memory.
 MAX_CLASSES = 65_536
 _BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
@@ -371,7 +373,24 @@ def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Pat
         raise DataError(f"{path}: file or directory not found")
     if path.is_file():
         return path, path, None
-    return path, find_rows(path, "train", endings), find_rows(path, "test", endings)
+    train, test = find_rows(path, "train", endings), find_rows(path, "test", endings)
+    others = [each.name for each in _row_files(path, endings) if each not in (train, test)]
+    if train is not None and others:
+        LOG.warning(
+            "%s: only %s %s read; not used: %s",
+            path, f"{train.name} and {test.name}" if test else train.name, "are" if test else "is",
+            one_line(", ".join(others)),
+        )  # fmt: skip
+    return path, train, test
+
+
+def _row_files(directory: Path, endings: Sequence[str]) -> list[Path]:
+    """Return the sorted row files in a directory, except hidden files."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.name.lower().endswith(tuple(endings)) and not is_ignored(path.name)
+    )
 
 
 def read_own_table(place: str, spec: DataSpec) -> Dataset:
@@ -390,11 +409,19 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
             raise SettingsError(
                 f"data.by must be empty if {path} has one file per client, got {spec.by!r}"
             )
-        files = sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS))
+        files = _row_files(path, ENDINGS)
         if not files:
             raise DataError(
                 f"{path}: no table found, expected files ending in one of {', '.join(ENDINGS)}"
             )
+        for file in files:
+            stem, *_ = file.name.split(".")
+            if part_of(stem):
+                raise DataError(
+                    f"{file}: the name of a part of the data, but the file with the training rows "
+                    f"is missing, expected a name such as {path / 'train.csv'}. If each file has "
+                    "the rows of a client, rename this file."
+                )
         sites: list[Cells] = []
         for file in files:
             sites.append(read_table(file, spec, sites[-1].size if sites else 0))
