@@ -243,6 +243,27 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
         load(spec(tmp_path, by="ward"))
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "fault"),
+    [
+        ((0, 0), "forty", "column 'age': 'forty' is not a number"),
+        ((1, 0), "forty", "column 'age': 'forty' is not a number"),
+        ((2, 4), "", "column 'died': the label is missing"),
+    ],
+)
+def test_a_fault_names_the_file_of_its_client(tmp_path, place, value, fault):
+    site, column = place
+    for k, count in enumerate((20, 30, 25)):
+        rows = many(count, k)
+        if k == site:
+            rows[-1][column] = value
+        write(tmp_path / f"site-{k}.csv", rows)
+        if k == site:
+            line = count + 1
+    with pytest.raises(DataError, match=rf"site-{site}\.csv: line {line}, {fault}"):
+        load(spec(tmp_path))
+
+
 @pytest.mark.parametrize(("train", "test"), [("Train.csv", "Test.csv"), ("TRAIN.CSV", "test.csv")])
 def test_the_names_of_parts_have_any_case(tmp_path, train, test):
     write(tmp_path / train, many(20))

@@ -291,6 +291,8 @@ class Cells:
     """Memory used by this table and by the tables that were read before it, in bytes."""
     parts: tuple[int, ...] = ()
     """Number of rows in each concatenated file; () = a single file."""
+    files: tuple[Path, ...] = ()
+    """Path of each concatenated file; () = a single file."""
     unusable: Mapping[str, str] = field(default_factory=dict)
     """Columns with unsupported values, such as lists, mapped to a description of these values."""
     typed: frozenset[str] = frozenset()
@@ -345,8 +347,13 @@ class Cells:
 
     def fault(self, column: str, row: int, fault: str) -> DataError:
         """Return the error for an invalid value."""
-        where = f"{self.noun} {self.lines[row]}"
-        return DataError(f"{self.path}: {where}, column {one_line(column)!r}: {fault}")
+        where, path = f"{self.noun} {self.lines[row]}", self.path
+        for file, size in zip(self.files, self.parts, strict=True):
+            if row < size:
+                path = file
+                break
+            row -= size
+        return DataError(f"{path}: {where}, column {one_line(column)!r}: {fault}")
 
     @classmethod
     def concatenate(cls, directory: Path, tables: Sequence[Cells], spec: DataSpec) -> Cells:
@@ -373,8 +380,10 @@ class Cells:
             [line for table in tables for line in table.lines],
             spec,
             parts=tuple(map(len, tables)),
+            files=tuple(table.path for table in tables),
             unusable=unusable,
             typed=frozenset.intersection(*(table.typed for table in tables)),
+            noun=first.noun,
         )
 
 
