@@ -138,6 +138,10 @@ def test_a_column_says_who_is_a_client(tmp_path):
         RunData(spec(path, by="who", min_samples=10)).partition()
     with pytest.raises(SettingsError, match=r"data\.by is unsupported"):
         load(DataSpec(by="who"))
+    for owner in ("", " ", "NULL"):
+        other = write(tmp_path / "b.csv", [*ROWS, ("x", "0", owner)])
+        with pytest.raises(DataError, match=r"line \d+, column 'who': values of the column"):
+            load(spec(other, by="who"))
 
 
 @pytest.mark.parametrize(("words", "count"), [(1, 40_000), (400, 1000)])
@@ -172,6 +176,7 @@ def test_a_row_of_several_lines_and_empty_lines_are_counted(tmp_path):
         ("a.csv", "text,label\nx,1\ny\n", "line 3: expected 2 columns, got 1"),
         ("a.csv", "txt,label\nx,1\n", "column 'text' not found, .*'txt', 'label'; did you mean"),
         ("a.csv", "text,label\nx,\n", "line 2: label column 'label' is empty"),
+        ("a.csv", "text,label\nx,1\ny,N/A\n", "line 3, column 'label': 'N/A' marks a miss"),
         ("a.csv", "text,label\nx,1\n ,1\n", "line 3: text column 'text' is empty"),
         ("a.csv", "text,label\n", "no rows found"),
         ("a.csv", "", "no rows found"),

@@ -54,6 +54,7 @@ _SEPARATORS = ",;\t|"
 _NUM_SAMPLED = 20
 """Number of lines from which a CSV file's separator is detected."""
 _REFERENCE = 8
+_NO_OWNER = "values of the column data.by must not be missing"
 NumberedRows = Iterator[tuple[int, Mapping[str, object]]]
 """Iterator over the rows of a file, each with the number of its first line in the file."""
 
@@ -87,10 +88,15 @@ def read_rows(path: Path, spec: DataSpec) -> TextRows:
         rows.lines.append(line)
         if not rows.labels[-1]:
             raise DataError(f"{path}: line {line}: label column {label!r} is empty")
+        if is_missing(rows.labels[-1], spec.missing):
+            fault = f"{rows.labels[-1]!r} marks a missing label. Remove the row."
+            raise DataError(f"{path}: line {line}, column {label!r}: {fault}")
         if not rows.texts[-1].strip():
             raise DataError(f"{path}: line {line}: text column {', '.join(texts)!r} is empty")
         if rows.groups is not None:
             rows.groups.append(sys.intern(fields[-1].strip()))
+            if is_missing(rows.groups[-1]):
+                raise DataError(f"{path}: line {line}, column {by!r}: {_NO_OWNER}")
         size += bytes_of([rows.texts[-1]]) + 3 * _REFERENCE
         check_max_bytes(size, spec, path)
     if not rows.texts:
@@ -342,7 +348,7 @@ class Cells:
             return {}
         owners = self.column(by)
         if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
-            raise self.fault(by, absent[0], "values of the column data.by must not be missing")
+            raise self.fault(by, absent[0], _NO_OWNER)
         return encode_owners(owners)
 
     def fault(self, column: str, row: int, fault: str) -> DataError:
