@@ -7,6 +7,8 @@ import math
 import shutil
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,12 +16,16 @@ from federation import Server, records, run, small, without_times
 from interruption import CutError, CutOff, resumed, same_but_for_the_name
 from typer.testing import CliRunner
 
+from fedhet.base.arrays import grouped
 from fedhet.cli import app
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import load_run
+from fedhet.runs.measures import Measured
 from fedhet.runs.storage import Checkpoints, ClientStore
-from fedhet.server.reply import LateReplies
+from fedhet.server.reply import LateReplies, Reply
+from fedhet.server.steps import steps_of
+from fedhet.wire.knowledge import Knowledge
 
 DEVICES = "client,sample-ms,mbit\n" + "".join(
     f"client-{k},{ms},{mbit}\n"
@@ -217,6 +223,88 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
             checked += 1
     assert checked
     strategy.collector.close()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "felo", "fedkd", "heterofl"])
+def test_an_asynchronous_round_takes_the_step_of_fedbuff(tmp_path, method):
+    """Each element moves by eta sum_k n_k s(tau_k) Delta_k / sum_k n_k, over the clients k that
+    train the element: the clients of an architecture (felo), or of a width (heterofl, n_k = 1)."""
+    changes = {"pace.mode": "asynchronous", "pace.server-lr": 0.5, "min_replies": 2.0}
+    changes |= {"fedkd": {"energy-start": 1.0, "energy-end": 1.0}}.get(method, {})
+    changes |= {"felo": {"models": ["mlp", "cnn2"]}}.get(method, {})
+    changes |= {"heterofl": {"masked": False}}.get(method, {})
+    server = Server(small(method, **changes), tmp_path / "run")
+    strategy, rng = server.strategy, np.random.default_rng(7)
+    field = "update" if method == "fedkd" else "weights"
+    strategy.state.start(9)
+    if method == "felo":
+        for client in (member.info for member in strategy.members.values()):
+            shapes = strategy.sizes(client).models["weights"]
+            strategy.weights[client.model] = random_weights(rng, shapes)
+    instructions = {n: strategy.instruct(9, m.info) for n, m in strategy.members.items()}
+    global_model = {"fedkd": instructions["client-0"].group("weights")}.get(method)
+    if method == "heterofl":
+        global_model = dict(strategy.weights)
+    ages = dict(zip(sorted(strategy.members), (0, 8, 3, 1), strict=True))
+    replies, updates = [], {}
+    for name, age in ages.items():
+        client = replace(strategy.members[name].info, samples=10 + 7 * age)
+        shapes = strategy.sizes(client).models[field]
+        start, delta = random_weights(rng, shapes), random_weights(rng, shapes, 0.1)
+        sent = {k: start[k] + delta[k] for k in start} if field == "weights" else delta
+        extra = {}
+        if method == "felo":
+            sizes = strategy.sizes(client).axes
+            extra = {
+                "classes": np.arange(2),
+                "features": np.ones((2, sizes["D"]), np.float32),
+                "logits": np.ones((2, sizes["C"]), np.float32),
+                "counts": np.array([1, 1], np.int64),
+            }
+        instruction = Knowledge(grouped("weights", start))
+        reply = Knowledge({**grouped(field, sent), **extra})
+        replies.append(Reply(client, reply, Measured({}), age=age, sent=instruction))
+        updates[name] = client, delta
+    members = strategy.members
+    instruct = partial(strategy.instruct, 9)
+    steps = steps_of(strategy.run, strategy.spec, strategy.sizes, strategy.state, members, instruct)
+    accepted = replies
+    for step in (*steps, strategy._accept):
+        accepted = step(accepted)
+    accepted = list(accepted)
+    assert len(accepted) == 4, strategy.state.record.failed
+    strategy.aggregate(9, accepted)
+    for name, (client, _) in updates.items():
+        before = global_model or instructions[name].group("weights")
+        after = {
+            "felo": lambda model=client.model: strategy.weights[model],
+            "heterofl": lambda: strategy.weights,
+        }.get(method, lambda: strategy.averaged["weights"])()
+        for key, value in before.items():
+            if not np.issubdtype(value.dtype, np.floating):
+                continue
+            step, total = np.zeros(value.shape), np.zeros(value.shape)
+            for other, (peer, delta) in updates.items():
+                if method == "felo" and peer.model != client.model:
+                    continue
+                count = 1 if method == "heterofl" else peer.samples
+                region = tuple(map(slice, delta[key].shape))
+                step[region] += count / math.sqrt(1 + ages[other]) * delta[key]
+                total[region] += count
+            expected = value + 0.5 * np.divide(step, total, out=step * 0, where=total > 0)
+            if key.endswith("running_var"):
+                expected = expected.clip(min=0)
+            np.testing.assert_allclose(after[key], expected, rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+def random_weights(rng, shapes, scale=1.0):
+    """Return random tensors of the given shapes; integers and variances are not negative."""
+    tensors = {}
+    for name, (shape, dtype) in shapes.items():
+        value = scale * rng.normal(size=shape)
+        positive = name.endswith("running_var") or not np.issubdtype(dtype, np.floating)
+        tensors[name] = np.asarray(np.abs(value) + 1 if positive else value, dtype)
+    return tensors
 
 
 def raw_reply(server, name, number):

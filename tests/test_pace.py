@@ -21,7 +21,6 @@ from fedhet.algorithms.rounds import (
     clients_per_round,
     clients_to_sample,
     closing,
-    fedbuff_rate,
     median_duration,
     rebase,
     staleness_weight,
@@ -132,10 +131,9 @@ def test_an_average_of_carried_over_weights_is_a_step_of_fedbuff(seed, clients, 
     step = np.zeros(5)
     for k in range(clients):
         step += samples[k] / samples.sum() / math.sqrt(1 + ages[k]) * (trained[k] - starts[k])
-    rate = fedbuff_rate(samples.tolist(), ages.tolist(), server_lr)
-    moved = [rebase(now, trained[k], starts[k], rate, None) for k in range(clients)]
-    weights = [samples[k] * (1 + ages[k]) ** -0.5 for k in range(clients)]
-    average = np.average(moved, axis=0, weights=weights)
+    rates = [server_lr * staleness_weight(age) for age in ages.tolist()]
+    moved = [rebase(now, trained[k], starts[k], rates[k], None) for k in range(clients)]
+    average = np.average(moved, axis=0, weights=samples)
     np.testing.assert_allclose(average, now + server_lr * step, rtol=1e-9, atol=1e-9)
 
 

@@ -157,18 +157,6 @@ def staleness_weight(age: int) -> float:
     return float((1 + age) ** -0.5)
 
 
-def fedbuff_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
-    """Return the factor by which updates are multiplied so that their average is FedBuff's step.
-
-    An average with weights n_k s(tau_k) divides by the sum of the weights. FedBuff divides by the
-    size of the buffer (Algorithm 1, lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k; unlike
-    in the paper, each client is weighted by its number of samples n_k). A buffer of old updates
-    thus changes the weights less.
-    """
-    weights = [n * staleness_weight(age) for n, age in zip(samples, ages, strict=True)]
-    return server_lr * sum(weights) / sum(samples) if sum(samples) > 0 else server_lr
-
-
 def rebase(current: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
     """Apply a client's update, which was computed from an older tensor, to the current tensor.
 
@@ -176,7 +164,10 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
         current: The server's current tensor.
         trained: The client's tensor after training.
         start: The tensor from which the client started training.
-        rate: Factor by which the update is multiplied.
+        rate: Factor by which the update is multiplied: 1, or eta s(tau) in FedBuff (Algorithm 1,
+            lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k). An average of such tensors with
+            the weights n_k is w + eta sum_k n_k s(tau_k) Delta_k / sum_k n_k. Unlike in the paper,
+            each client is thus weighted by its number of samples n_k.
         low: Lower bound of the result, or None for no bound.
 
     Returns:

@@ -75,6 +75,9 @@ class Reply:
     """Content of the client's instruction, or None if the codec does not remember it."""
     clients: tuple[str, ...] = ()
     """Names of the clients whose replies are summed in this reply; empty for a single client."""
+    is_scaled: bool = False
+    """Whether the client's update has already been multiplied by `freshness` (asynchronous
+    rounds)."""
 
     @property
     def samples(self) -> int:
@@ -87,9 +90,14 @@ class Reply:
         return staleness_weight(self.age)
 
     @property
+    def update_factor(self) -> float:
+        """Factor for the reply's age in an average of weights; 1 if the update is scaled."""
+        return 1.0 if self.is_scaled else self.freshness
+
+    @property
     def weight(self) -> float:
-        """Weight of the reply in a sample-weighted average, reduced if the reply is late."""
-        return self.samples * self.freshness
+        """Weight of the reply in a sample-weighted average of weights, reduced if it is late."""
+        return self.samples * self.update_factor
 
     def magnitudes(self) -> Magnitudes:
         """Return the root mean square of each floating-point part of the reply."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
 
-from fedhet.algorithms.rounds import fedbuff_rate, rebase
+from fedhet.algorithms.rounds import rebase
 from fedhet.base.arrays import Array, Arrays, OnDemand
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.spec import MethodSpec
@@ -135,31 +136,56 @@ class StaleUpdateRebase:
     An average then moves the weights by the mean update (FedBuff) instead of pulling them back
     toward an older version. A client's weights are unchanged if its instruction had no weights or
     weights with other shapes.
+
+    In asynchronous rounds, each update is also multiplied by FedBuff's factor for its age. The
+    average over any set of clients, such as the clients of an architecture, is then FedBuff's step
+    for these clients.
     """
 
     def __init__(self, pace: PaceSettings, contract: Contract, instruct: MakeInstruction) -> None:
         self._pace, self._instruct = pace, instruct
-        # Exclude fields of type FactorsField, because they already contain updates.
+        # Fields of type FactorsField already contain updates, so they need no current weights.
         self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
+        self._updates = [f.name for f in contract.fields if isinstance(f, FactorsField)]
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the rebased replies. In asynchronous rounds, all replies determine the rate."""
-        if not self._pace.is_asynchronous:
-            yield from (self._rebase(reply, 1.0) if reply.age else reply for reply in replies)
-            return
-        replies = list(replies)
-        samples, ages = [reply.samples for reply in replies], [reply.age for reply in replies]
-        rate = fedbuff_rate(samples, ages, self._pace.server_lr)
-        yield from (self._rebase(reply, rate) for reply in replies)
+        """Yield the rebased replies."""
+        for reply in replies:
+            if self._pace.is_asynchronous:
+                yield self._rebase(reply, self._pace.server_lr * reply.freshness)
+            else:
+                yield self._rebase(reply, 1.0)
 
     def _rebase(self, reply: Reply, rate: float) -> Reply:
-        if not self._fields or reply.sent is None or (rate == 1 and not reply.age):
+        """Return a reply with its update multiplied by `rate` and added to the current weights."""
+        if rate == 1 and not reply.age:
             return reply
+        sources = dict[str, Array | Callable[[], Array]]()
+        if self._fields and reply.sent is not None:
+            sources |= self._rebased_weights(reply, reply.sent, rate)
+        if self._pace.is_asynchronous:
+            for field in self._updates:
+                update = reply.knowledge.group(field)
+                sources |= {f"{field}/{n}": partial(_scaled, update, n, rate) for n in update}
+        if not sources:
+            return reply
+        tensors = reply.knowledge.tensors
+        unchanged = tensors.sources if isinstance(tensors, OnDemand) else tensors
+        rebased = Knowledge(OnDemand({**unchanged, **sources}), reply.knowledge.scalars)
+        return replace(reply.with_knowledge(rebased), is_scaled=self._pace.is_asynchronous)
+
+    def _rebased_weights(
+        self, reply: Reply, sent: Knowledge, rate: float
+    ) -> dict[str, Array | Callable[[], Array]]:
+        """Return functions that compute the rebased weights of a reply to the instruction `sent`.
+
+        The result has no entries for fields that are missing or have other shapes in one message.
+        """
         instruction = self._instruct(reply.client)
         sources = dict[str, Array | Callable[[], Array]]()
         for field in self._fields:
             trained = reply.knowledge.group(field.name)
-            current, start = instruction.group(field.name), reply.sent.group(field.name)
+            current, start = instruction.group(field.name), sent.group(field.name)
             if trained and all(
                 trained.keys() == other.keys()
                 and all(trained[name].shape == other[name].shape for name in trained)
@@ -169,18 +195,20 @@ class StaleUpdateRebase:
                     low = 0.0 if name.endswith(VARIANCES) else field.low
                     make = partial(_rebased, current, trained, start, name, rate, low)
                     sources[f"{field.name}/{name}"] = make
-        if not sources:
-            return reply
-        tensors = reply.knowledge.tensors
-        unchanged = tensors.sources if isinstance(tensors, OnDemand) else tensors
-        rebased = Knowledge(OnDemand({**unchanged, **sources}), reply.knowledge.scalars)
-        return reply.with_knowledge(rebased)
+        return sources
 
 
 def _rebased(
     current: Arrays, trained: Arrays, start: Arrays, name: str, rate: float, low: float | None
 ) -> Array:
     return rebase(current[name], trained[name], start[name], rate, low)
+
+
+def _scaled(update: Arrays, name: str, rate: float) -> Array:
+    value = update[name]
+    if not np.issubdtype(value.dtype, np.floating):
+        return value
+    return (rate * value.astype(np.float64)).astype(value.dtype)
 
 
 def check_magnitude(

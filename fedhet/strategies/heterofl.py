@@ -73,7 +73,7 @@ class HeteroFlStrategy(HetStrategy):
         for reply in replies:
             labels = reply.knowledge.tensors["labels"] if self.settings.masked else None
             by_samples = self.settings.weighting == "samples"
-            weight = reply.weight if by_samples else reply.freshness
+            weight = reply.weight if by_samples else reply.update_factor
             models.append(SubModel(reply.knowledge.group("weights"), weight, labels))
         self._set_weights(average_overlaps(self.weights, models))
         return {}
