@@ -7,6 +7,7 @@ about other files. The expected result for an image is what viewers show.
 import io
 import logging
 import os
+import struct
 
 import numpy as np
 import PIL.Image
@@ -290,6 +291,29 @@ def test_sixteen_bits_are_scaled_by_their_range(tmp_path):
     PIL.Image.fromarray(COLORS[..., 0]).save(tmp_path / "b.png")
     both = decode([str(tmp_path / "a.png"), str(tmp_path / "b.png")], DataSpec(image_size=2))
     assert both.shape == (2, 1, 2, 2), "gray images of 8 and of 16 bits stay gray"
+
+
+def uncompressed_tiff(values, photometric):
+    """Return a TIFF file with one strip, as in TIFF 6.0, Section 4."""
+    height, width = values.shape
+    data, bits = values.tobytes(), 8 * values.itemsize
+    tags = {
+        256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height,
+        279: len(data),
+    }  # fmt: skip
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    start, count = struct.pack("<I", 8 + len(data)), struct.pack("<H", len(tags))
+    return b"II*\0" + start + data + count + entries + bytes(4)
+
+
+@pytest.mark.parametrize("kind", ["u1", "<u2"])
+@pytest.mark.parametrize("photometric", [0, 1])
+def test_zero_is_white_if_a_gray_tiff_says_so(tmp_path, kind, photometric):
+    levels = np.array([[0, 1, 100, 255], [7, 30, 200, 254]])
+    stored = (levels * (257 if kind == "<u2" else 1)).astype(kind)
+    (tmp_path / "a.tif").write_bytes(uncompressed_tiff(stored, photometric))
+    expected = levels if photometric else 255 - levels
+    assert shown(tmp_path / "a.tif").tolist() == [expected.tolist()]
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])

@@ -43,6 +43,8 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "J
 formats are rejected, because decoding a format such as EPS can run code."""
 GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
 """Pillow modes of grayscale images."""
+_PHOTOMETRIC = 262
+"""TIFF tag that is 0 if the value 0 is white."""
 _BACKGROUND = 255
 """White, the background of transparent pixels."""
 MODES = {1: "L", 3: "RGB"}
@@ -88,6 +90,8 @@ def to_pixels(image: Image, form: Form, where: str) -> Pixels:
     """
     import PIL.Image
 
+    # Pillow inverts 8-bit but not 16-bit TIFF images in which 0 is white.
+    zero_is_white = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0
     image = apply_orientation(image)
     if image.size != form.size and not form.resize:
         raise DataError(
@@ -102,6 +106,7 @@ def to_pixels(image: Image, form: Form, where: str) -> Pixels:
         )
     if image.mode[0] == "I":
         values = np.asarray(image).astype(np.float64)
+        values = 65535 - values if zero_is_white else values
         image = PIL.Image.fromarray(np.rint(values / 257).clip(0, 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         foreground = image.convert("RGBA")
