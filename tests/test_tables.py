@@ -1026,6 +1026,13 @@ def test_rows_without_columns_of_a_parquet_file_are_counted_before_they_are_deco
         read_table(path, spec(max_bytes=8_000_000))
 
 
+@pytest.mark.parametrize("name", ["t.csv.gz", "T.CSV.GZ"])
+def test_a_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"age,died\n63,yes\n41,no\n"))
+    cells = read_table(tmp_path / name, spec())
+    assert cells.column("age") == ["63", "41"]
+
+
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 def test_a_line_of_json_takes_no_more_memory_than_is_allowed(tmp_path, ending):
     path = tmp_path / f"t{ending}"

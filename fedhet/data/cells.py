@@ -132,7 +132,7 @@ class _BoundedFile(io.RawIOBase):
 
 def _open(path: Path, spec: DataSpec) -> io.RawIOBase:
     """Open a file, and decompress .gz content. `data.max-bytes` limits the decompressed size."""
-    file: Any = gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
+    file: Any = gzip.GzipFile(path) if path.suffix.lower() == ".gz" else path.open("rb")
     return _BoundedFile(file, spec, path)
 
 
