@@ -1026,6 +1026,14 @@ def test_rows_without_columns_of_a_parquet_file_are_counted_before_they_are_deco
         read_table(path, spec(max_bytes=8_000_000))
 
 
+def test_decimal_commas_without_quotes_are_no_row_names(tmp_path):
+    (tmp_path / "t.csv").write_text("age,died\n1,5,yes\n1,7,no\n2,5,no\n")
+    with pytest.raises(DataError, match=r"t\.csv: line 2: expected 2 columns, got 3\. The first"):
+        read_table(tmp_path / "t.csv", spec())
+    (tmp_path / "t.csv").write_text("age,died\n1,5,yes\n2,7,no\n3,5,no\n")
+    assert read_table(tmp_path / "t.csv", spec()).column("age") == ["5", "7", "5"]
+
+
 @pytest.mark.parametrize("name", ["t.csv.gz", "T.CSV.GZ"])
 def test_a_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"age,died\n63,yes\n41,no\n"))

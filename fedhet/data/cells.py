@@ -476,6 +476,12 @@ def _read_fields(path: Path, spec: DataSpec, size: int) -> Cells:
             if any(value.startswith('"') for value in column):
                 column[:] = map(_unquoted, column)
     if width > len(header):
+        if any(columns[-1]) and len({*columns[0]}) < len(columns[0]):
+            raise DataError(
+                f"{path}: line {lines[0]}: expected {len(header)} columns, got {width}. The first "
+                "column has no unique row names, as R writes them. Quote values that contain the "
+                "separator, such as decimal commas."
+            )
         header = [*header, ""] if not any(columns[-1]) else ["", *header]
     header = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
     check_unique_columns(path, header)
