@@ -225,6 +225,17 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
     strategy.collector.close()
 
 
+@pytest.mark.parametrize("encoding", ["float32", "int8"])
+def test_a_late_reply_counts_with_the_bytes_that_were_sent(tmp_path, devices, encoding):
+    """All clients send one model, so sizes differ only by the length of numbers in the header."""
+    config = late_run("fedavg", devices, models=["mlp"], **{"wire.encoding": encoding})
+    run(config, tmp_path / "run")
+    found = [each for each in records(tmp_path / "run") if each["answered"]]
+    assert any(each.get("ages") for each in found)
+    sizes = [each["bytes_up"] / len(each["answered"]) for each in found]
+    assert max(sizes) - min(sizes) < 20, sizes
+
+
 @pytest.mark.parametrize("method", ["fedavg", "felo", "fedkd", "heterofl"])
 def test_an_asynchronous_round_takes_the_step_of_fedbuff(tmp_path, method):
     """Each element moves by eta sum_k n_k s(tau_k) Delta_k / sum_k n_k, over the clients k that

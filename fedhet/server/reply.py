@@ -174,7 +174,16 @@ def from_outside(sender: str) -> Iterator[None]:
 
 def bytes_of(payload: Parameters) -> int:
     """Return the size of a payload as it was received, in bytes."""
-    return payload.size if isinstance(payload, SpooledPayload) else payload_bytes(payload)
+    return payload.size if isinstance(payload, StoredPayload) else payload_bytes(payload)
+
+
+class StoredPayload(Parameters):
+    """The payload of a reply that may have been decoded before it was written to disk."""
+
+    def __init__(self, tensors: list[bytes], tensor_type: str, size: int) -> None:
+        super().__init__(tensors=tensors, tensor_type=tensor_type)
+        self.size = size
+        """Size of the payload as it was received, in bytes."""
 
 
 class ReplySpool:
@@ -220,7 +229,7 @@ class ReplySpool:
         self._directory.clear()
 
 
-class SpooledPayload(Parameters):
+class SpooledPayload(StoredPayload):
     """The payload of a reply, which is written to disk instead of being kept in memory.
 
     The payload is decoded once, when the reply arrives. Tensors other than weights stay in memory.
@@ -236,9 +245,7 @@ class SpooledPayload(Parameters):
         weights: tuple[str, ...],
         bases: Bases,
     ) -> None:
-        super().__init__(tensors=[], tensor_type=payload.tensor_type)
-        self.size = payload_bytes(payload)
-        """Size of the payload as it was received, in bytes."""
+        super().__init__([], payload.tensor_type, bytes_of(payload))
         self._path = directory.path / client
         self._content: tuple[Envelope, Knowledge, Magnitudes] | None = None
         """Decoded content, or None if the payload cannot be decoded."""
@@ -332,7 +339,7 @@ class LateReplies:
             digest: Digest of the weights in `sent`, if the reply is encoded as a difference from
                 these weights.
         """
-        payload = result.parameters
+        payload, size = result.parameters, bytes_of(result.parameters)
         if isinstance(payload, SpooledPayload):
             payload = payload.read()
         arrays = {
@@ -353,6 +360,7 @@ class LateReplies:
             "samples": result.num_examples,
             "metrics": json.dumps(dict(result.metrics), default=repr),
             "arrays": len(arrays),
+            "size": size,
             "sent": sent is not None,
             "digest": digest,
             "scalars": json.dumps(dict(instruction.scalars)),
@@ -372,7 +380,7 @@ class LateReplies:
             arrays = [payload[str(n)].numpy().tobytes() for n in range(int(metadata["arrays"]))]
             result = FitRes(
                 Status(Code(metadata["code"]), str(metadata["message"])),
-                Parameters(arrays, "numpy.ndarray"),
+                StoredPayload(arrays, "numpy.ndarray", int(metadata["size"])),
                 int(metadata["samples"]),
                 json.loads(str(metadata["metrics"])),
             )
