@@ -551,14 +551,19 @@ def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_pa
 
 def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
     kit = Kit(tmp_path, 3, deployed=True)  # the shares of all three are needed
-    threading.Timer(0.3, kit.silent.clear).start()
-    kit.silent.add("site-01")
-    sent = of_all(np.random.default_rng(4), kit.names)
-    silent = kit.silent
-    kit.server.start(1, kit.members, kit.names)
-    replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
-    assert "site-01" in silent
-    (total,) = kit.total(replies)
+    kit.server = Unmasking(kit.config, "run", kit.state, kit.directory, timeout=20.0)
+    proxy, calls = kit.members["site-01"].proxy, []
+    answer = proxy.get_properties
+
+    def get_properties(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise TimeoutError("the site restarts")
+        return answer(*args)
+
+    proxy.get_properties = get_properties
+    (total,) = kit.sums(of_all(np.random.default_rng(4), kit.names))
+    assert len(calls) == 2
     assert total.clients == tuple(kit.names)
     assert not kit.notices
 
