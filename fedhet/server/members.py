@@ -170,7 +170,7 @@ class Members:
         self._pool = pool
         self._notice = notice
         self._rules = rules or Admission()
-        self._members: dict[str, Member] = {}
+        self._by_node: dict[str, Member] = {}
         """Connected members, by node."""
         self._names: dict[str, str] = {}
         """Name of each node that is or has been a member."""
@@ -269,21 +269,21 @@ class Members:
         """
         # Copy the dictionary, because Flower's thread changes it when nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
-        for node in sorted(self._members.keys() - proxies.keys()):
-            self._disconnected.add(name := self._members.pop(node).info.name)
+        for node in sorted(self._by_node.keys() - proxies.keys()):
+            self._disconnected.add(name := self._by_node.pop(node).info.name)
             self._notice(f"client {name} is no longer connected")
         self._refused &= proxies.keys()
         self._silent = {node: counts for node, counts in self._silent.items() if node in proxies}
         self._num_requests += 1
         due: list[ClientProxy] = []
-        for node in sorted(proxies.keys() - self._members.keys() - self._refused):
+        for node in sorted(proxies.keys() - self._by_node.keys() - self._refused):
             count, last = self._silent.get(node, (0, 0))
             if self._num_requests - last >= backoff_rounds(max(count - 1, 0)):
                 due.append(proxies[node])
         self._admit(due)
-        limits = capped([member.info for member in self._members.values()], self._samples_cap)
+        limits = capped([member.info for member in self._by_node.values()], self._samples_cap)
         present: dict[str, Member] = {}
-        for member in sorted(self._members.values(), key=lambda member: member.info.name):
+        for member in sorted(self._by_node.values(), key=lambda member: member.info.name):
             info, name, limit = member.info, member.info.name, limits[member.info.name]
             if limit < info.samples and self._capped.get(name) != limit:
                 self._capped[name] = limit
@@ -326,7 +326,7 @@ class Members:
             for base in {base_of(info.model) for info in of_task}:
                 digests = [info.base for info in of_task if base_of(info.model) == base]
                 self._bases[base] = most_common_name(digests)
-        taken = {member.info.name for member in self._members.values()}
+        taken = {member.info.name for member in self._by_node.values()}
         for member in valid:
             name, node = member.info.name, member.proxy.cid
             if name in taken:
@@ -334,7 +334,7 @@ class Members:
                 self._notice(f"client {name} is excluded: another node uses this name")
             elif not self._exclude(member, self._mismatch(member.info)):
                 taken.add(name)
-                self._members[node], self._names[node] = member, name
+                self._by_node[node], self._names[node] = member, name
                 if name in self._disconnected:
                     self._notice(f"client {name} is connected again")
                 self._order = self._order or member.info.order
