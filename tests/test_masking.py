@@ -568,6 +568,26 @@ def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
     assert not kit.notices
 
 
+def test_a_resumed_server_omits_a_lost_sum_again(tmp_path):
+    """Otherwise, the sites would reject the changed request, and all their sums would be lost."""
+    kit, rng = Kit(tmp_path, 6, "felo", models=("cnn2", "mlp")), np.random.default_rng(3)
+    sent = {name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names}
+    before = kit.sums(sent, lost=["site-03"])
+    assert [reply.client.name for reply in before] == [ALL, "+cnn2"]
+    kit.server = kit.new_server(resume=True)
+    kit.state.start(1)
+    after = kit.sums(sent)  # The lost site replies to the repeated request.
+    assert [(each.client.name, each.clients) for each in after] == [
+        (each.client.name, each.clients) for each in before
+    ]
+    for one, other in zip(before, after, strict=True):
+        for name, value in one.knowledge.tensors.items():
+            np.testing.assert_array_equal(other.knowledge.tensors[name], value)
+    assert kit.notices[-1].endswith(
+        "weights of mlp is lost: it was lost before the run was resumed"
+    )
+
+
 def test_a_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
     kit = Kit(tmp_path, 5, deployed=True)
     sent = of_all(np.random.default_rng(4), kit.names)

@@ -71,6 +71,9 @@ class Group:
     cohort: tuple[str, ...]
     survivors: tuple[str, ...] = ()
     """Clients whose masked vectors are summed; empty until the shares are requested."""
+    is_lost: bool = False
+    """Whether the other shares of the round were requested without this sum, because too few
+    clients replied."""
 
 
 @dataclass
@@ -109,7 +112,9 @@ class Unmasking:
         if config.run.resume and (path := directory / STATE).exists():
             try:
                 for number, (nonce, groups) in read_json(path).items():
-                    parsed = [Group(n, a, tuple(c), tuple(s)) for n, a, c, s in groups]
+                    parsed = [
+                        Group(n, a, tuple(c), tuple(s), *lost) for n, a, c, s, *lost in groups
+                    ]
                     self._requests[int(number)] = RoundRequest(str(nonce), parsed)
             except (ValueError, TypeError, AttributeError) as error:
                 raise StateError(f"{path}: damaged ({error_text(error)})") from None
@@ -197,10 +202,14 @@ class Unmasking:
                 if name in by_name and fields <= {*by_name[name].knowledge.tensors}
             )
             survivors = group.survivors or replied
-            if {*survivors} <= {*replied} and len(survivors) >= MIN_SUMMED:
+            if group.is_lost:
+                # Clients reject a changed request, so a resumed server must omit the sum again.
+                self._lost(group, "it was lost before the run was resumed")
+            elif {*survivors} <= {*replied} and len(survivors) >= MIN_SUMMED:
                 self._request.groups[position] = replace(group, survivors=survivors)
                 groups.append(self._request.groups[position])
             else:
+                self._request.groups[position] = replace(group, is_lost=not group.survivors)
                 self._lost(group, f"{len(replied)} of {len(group.cohort)} clients replied")
         self._write()
         sums: dict[str, Reply] = {}
@@ -405,7 +414,10 @@ class Unmasking:
         saved = {
             number: [
                 request.nonce,
-                [[g.number, g.architecture, g.cohort, g.survivors] for g in request.groups],
+                [
+                    [g.number, g.architecture, g.cohort, g.survivors, g.is_lost]
+                    for g in request.groups
+                ],
             ]
             for number, request in self._requests.items()
         }
