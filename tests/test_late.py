@@ -13,10 +13,12 @@ from functools import partial
 import numpy as np
 import pytest
 from federation import Server, records, run, small, without_times
+from flwr.common import Code, FitRes, Parameters, Status
 from interruption import CutError, CutOff, resumed, same_but_for_the_name
 from typer.testing import CliRunner
 
 from fedhet.base.arrays import grouped
+from fedhet.base.errors import KnowledgeError
 from fedhet.cli import app
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.registry import find_method, shipped_names
@@ -465,6 +467,23 @@ def test_a_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path,
     assert not list((tmp_path / "other" / "late").iterdir())
     (tmp_path / "run" / "late" / "client-3.safetensors").write_bytes(b"damaged")
     assert late.restore({"client-3": asked[-1]}) == {}
+
+
+def test_a_late_reply_that_is_too_large_is_not_written_to_disk(tmp_path):
+    """A malicious client could otherwise fill the disk by replying after the round."""
+    config = small("fedavg", models=["mlp"], min_replies=2.0, max_payload_mb=0.1)
+    server = Server(config, tmp_path / "run")
+    strategy, info = server.strategy, server.strategy.members["client-1"].info
+    large = Parameters([bytes(5_000_000)], "numpy.ndarray")
+    result = FitRes(Status(Code.OK, ""), large, 0, {})
+    strategy._late.put("client-1", result, 1, None, 0)
+    (path,) = (tmp_path / "run" / "late").iterdir()
+    assert path.stat().st_size < 100_000
+    result, *_ = strategy._late.get("client-1")
+    for spool in (True, False):
+        stored = strategy._spool.put("client-1", result.parameters) if spool else result.parameters
+        with pytest.raises(KnowledgeError, match=r"must be at most 0\.1 MB, got 5\.0 MB"):
+            strategy._codec.decode(info, replace(result, parameters=stored))
 
 
 def test_pages_show_the_accuracy_by_simulated_hours(tmp_path, devices):

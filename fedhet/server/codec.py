@@ -38,6 +38,7 @@ from fedhet.wire.knowledge import (
     Envelope,
     Knowledge,
     Packing,
+    check_size,
     decode,
     digest_of,
     encode,
@@ -446,6 +447,7 @@ class Codec:
             if isinstance(payload, SpooledPayload):
                 envelope, knowledge, magnitudes = payload.open()
             else:
+                check_size(bytes_of(payload), name, self._max_bytes)
                 arrays = read_arrays(payload, name, self._max_bytes)
                 envelope, knowledge = decode(arrays, name, self.bases_of(name), self._max_bytes)
             expect(envelope, run=self._run, method=self._method.name, round=round, sender=name)

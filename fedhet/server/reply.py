@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -46,6 +47,7 @@ from fedhet.wire.knowledge import (
     Bases,
     Envelope,
     Knowledge,
+    check_size,
     decode,
     encode,
     no_bases,
@@ -256,6 +258,7 @@ class SpooledPayload(StoredPayload):
         """Start and end of each array in the file."""
         try:
             with from_outside(client):
+                check_size(self.size, client, max_bytes)
                 arrays = read_arrays(payload, client, max_bytes)
                 envelope, knowledge = decode(arrays, client, bases, max_bytes)
                 magnitudes = magnitudes_of(knowledge)
@@ -323,8 +326,13 @@ LATE_DIRECTORY, SUFFIX = "late", ".safetensors"
 class LateReplies:
     """On-disk store for the late replies of one run, with at most one reply per client."""
 
-    def __init__(self, directory: Path, run: str) -> None:
+    def __init__(self, directory: Path, run: str, max_bytes: float = math.inf) -> None:
+        """Create the store for the run named `run`, in the run's directory.
+
+        Of a reply larger than `max_bytes`, only the size is written, so the reply is refused later.
+        """
         self._directory, self._path, self._run = directory, directory / LATE_DIRECTORY, run
+        self._max_bytes = max_bytes
 
     def put(
         self, client: str, result: FitRes, round: int, sent: Knowledge | None, digest: int
@@ -344,7 +352,7 @@ class LateReplies:
             payload = payload.read()
         arrays = {
             str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-            for number, data in enumerate(payload.tensors)
+            for number, data in enumerate(payload.tensors if size <= self._max_bytes else ())
         }
         instruction = sent or Knowledge()
         base = {

@@ -135,7 +135,7 @@ class HetStrategy(Strategy):
         self._used_spool = self._spool if spec.large_messages or replies.weights else None
         # Limit the number of large instructions that exist at the same time.
         self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
-        self._late = LateReplies(log.directory, log.run_name)
+        self._late = LateReplies(log.directory, log.run_name, limit)
         self.collector = Collector(self.run, self._codec, self._late, self._used_spool)
         self._sampler = ClientSampler(self.run)
 
