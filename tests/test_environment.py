@@ -1,5 +1,6 @@
 """The environment of processes that train."""
 
+import contextlib
 import io
 import os
 import pwd
@@ -7,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from rich.console import Console
@@ -73,6 +76,51 @@ def test_a_process_that_is_killed_does_not_end_the_others_command():
     assert found.keys() == {0, 1, 2}
     assert found[0] == ""
     assert "a worker process was killed" in found[1]
+
+
+PARALLEL = """
+import os, signal, sys, time
+from pathlib import Path
+from fedhet.cli.training import exit_on_signal, run_parallel
+
+def endless(path):
+    Path(path).write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.1)
+
+if __name__ == "__main__":
+    with exit_on_signal(str):
+        list(run_parallel(sys.argv[1:], 2, endless))
+"""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_worker_processes_end_with_the_command(tmp_path, number):
+    (tmp_path / "parallel.py").write_text(PARALLEL)
+    files = [tmp_path / "first", tmp_path / "second", tmp_path / "never"]
+    command = [sys.executable, str(tmp_path / "parallel.py"), *map(str, files)]
+    process = psutil.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 100
+        while not all(file.exists() and file.read_text() for file in files[:2]):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        workers = [psutil.Process(int(file.read_text())) for file in files[:2]]
+        # A terminal sends Ctrl-C to the workers, too.
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        assert psutil.wait_procs(workers, timeout=30)[1] == []
+        assert b"Traceback" not in process.communicate(timeout=30)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not files[2].exists()
 
 
 def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -221,13 +221,15 @@ def run_parallel(
 ) -> Iterator[tuple[T, str]]:
     """Call `function` for each item in worker processes. Yields each item with its result.
 
-    The processes are spawned, because PyTorch's threads do not survive a fork. If a process is
-    killed, the result of all unfinished items is an error message.
+    The processes are spawned, because PyTorch's threads do not survive a fork. They end with this
+    process. If a worker process is killed, the result of all unfinished items is an error message.
     """
     spawn = get_context("spawn")
     with (
         inherited(for_training()),
-        ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=RUNS_PER_PROCESS) as pool,
+        ProcessPoolExecutor(
+            jobs, spawn, _end_with_parent, max_tasks_per_child=RUNS_PER_PROCESS
+        ) as pool,
     ):
         futures = {pool.submit(function, item): item for item in todo}
         for future in as_completed(futures):
@@ -239,6 +241,22 @@ def run_parallel(
                     "again with a lower --jobs."
                 )
             yield futures[future], outcome
+
+
+def _end_with_parent() -> None:
+    """Make this worker process end as soon as its parent ends, even if the parent is killed.
+
+    Ignores Ctrl-C, which a terminal sends to all processes, because the parent ends on Ctrl-C.
+    """
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
