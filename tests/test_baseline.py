@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from synthetic import Page, lines_of, make, shown
 
+import fedhet
 from fedhet.report import final_table, load_run, write_report
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,20 @@ def test_the_baseline_is_that_method_on_the_same_data(method, tmp_path, call):
     assert summary_of(tmp_path / "run")["method"] == method
     page = Page(tmp_path / "run" / "report.html")
     assert "against local" in page.text
+
+
+def test_a_baseline_is_added_to_a_complete_run(tmp_path, call):
+    assert call("run", "felo", *SMALL, "--out", tmp_path / "run")[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    status, said, fault = call("run", "--resume", tmp_path / "run", "--against", "local")
+    assert status == 0, fault
+    assert "run: already complete" in said
+    assert "against local: " in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    baseline = summary_of(tmp_path / "run" / "baseline")
+    result = fedhet.run(resume=tmp_path / "run", against="local", progress=False)
+    assert result.baseline.summary.method == "local"
+    assert summary_of(tmp_path / "run" / "baseline") == baseline
 
 
 def test_each_seed_has_its_baseline_and_is_compared_with_it(tmp_path, call):

@@ -64,16 +64,21 @@ class LabeledRun:
 
 
 def train_one(given: GivenSettings, against: str | None = None) -> None:
-    """Execute one run and, if `against` is given, a baseline with that method. Show the results."""
+    """Execute one run and, if `against` is given, a baseline with that method. Show the results.
+
+    A complete run can be resumed to add the baseline.
+    """
     config = complete(given)
     directory = run_directory(config)
     baselines = _baselines(config, directory, against)
-    run = _run(config, directory, begun=_process_begun())
+    run = None
+    if not (baselines and config.run.resume) or _incomplete([LabeledRun("run", directory, config)]):
+        run = _run(config, directory, begun=_process_begun())
     from fedhet import report
 
     for baseline in _incomplete(baselines):
         _run(baseline.config, baseline.directory, baseline.label)
-    show_run(report.write(directory) if baselines else run)
+    show_run(report.write(directory) if baselines or run is None else run)
 
 
 def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) -> None:

@@ -121,8 +121,12 @@ def run(
     resolved = _resolve(method, given, preset, _path(config), _path(resume), trust)
     directory = run_directory(resolved)
     baseline = None if against is None else baseline_of(resolved, directory, against)
-    with _display(progress) as display:
-        loaded = simulate(resolved, directory, [display, *watchers])
+    may_be_complete = baseline is not None and resolved.run.resume
+    if may_be_complete and is_complete(resolve_auto(resolved, directory), directory):
+        loaded = report.load_run(directory)  # Only the baseline is missing.
+    else:
+        with _display(progress) as display:
+            loaded = simulate(resolved, directory, [display, *watchers])
     if baseline is not None:
         path = Path(baseline.run.out)
         if not is_complete(resolve_auto(baseline, path), path):
