@@ -29,7 +29,8 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.methods.registry import method_names
 from fedhet.report import load_run
-from fedhet.runs.directory import delete_models
+from fedhet.runs.directory import delete_models, read_run_name
+from fedhet.runs.log import RunLog
 from fedhet.runs.storage import Checkpoints, save
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
@@ -323,6 +324,17 @@ def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
     pairs = [f"{k}={as_text(v)}" for k, v in chosen.items()]
     arguments = [word for pair in pairs for word in ("--set", pair)]
     return command("felo", *arguments, "--out", str(directory))
+
+
+@pytest.mark.parametrize("resume", [False, True])  # a sweep resumes its runs
+def test_a_run_that_ended_before_it_wrote_its_settings_begins_anew(tmp_path, resume):
+    """The disk was full, or the process was killed."""
+    for name in ("run.lock", "run.json", ".run.json.0a1b2c3d4e5f", ".config.toml.0a1b2c3d4e5f"):
+        (tmp_path / name).write_text("{")
+    config = small(resume=resume, out=str(tmp_path))
+    log = RunLog(config, tmp_path, workers=1)
+    assert read_run_name(tmp_path) == log.run_name
+    assert resolve(read_toml(tmp_path / "config.toml")) == small()
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 3])

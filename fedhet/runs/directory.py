@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,8 @@ MAX_ADDED_PARTS = 20
 """Maximum number of JSON values that defaults add to a parsed record."""
 LOCK = "run.lock"
 """Name of the file that a run's process locks."""
+_WRITTEN_FIRST = re.compile(r"run\.(lock|json)|\.(run\.json|config\.toml)\.[0-9a-f]+")
+"""Names of files that a run writes before config.toml, including temporary files."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
 """Seconds to wait after each failed attempt to lock the file, because a status query may hold the
 lock briefly."""
@@ -166,14 +169,17 @@ def _validated(schema: type[T], content: object, where: str) -> T:
 
 
 def create(directory: Path) -> None:
-    """Create the directory of a new run. Raises StateError if the directory is not empty."""
+    """Create the directory of a new run. Raises StateError if the directory is not empty.
+
+    The directory may contain the files of a run that ended before it wrote its settings.
+    """
     if (directory / "config.toml").exists():
         raise StateError(
             f"{directory} already contains a run. Choose another directory with --out, or resume "
             "the run with --resume (in a deployment: --set resume=true)."
         )
     make_directory(directory)
-    if any(directory.iterdir()):
+    if not all(_WRITTEN_FIRST.fullmatch(path.name) for path in directory.iterdir()):
         raise StateError(f"{directory} is not empty. Choose another directory with --out.")
 
 
