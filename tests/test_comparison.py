@@ -149,6 +149,21 @@ def test_the_default_target_is_reached_by_all_and_named(tmp_path: Path) -> None:
     assert any(f"bytes to {100 * found.target:.4g} %" in note for note in found.notes)
 
 
+def test_runs_without_a_finite_score_are_compared(tmp_path: Path) -> None:
+    def unknown(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {name: unknown(each) for name, each in content.items()}
+        return None
+
+    for name in ("a", "b"):
+        path = make(tmp_path / name, finished=False, settings={"note": name})
+        lines = [{**line, "accuracy": unknown(line["accuracy"])} for line in lines_of(path)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = write_comparison(compare([tmp_path / "a", tmp_path / "b"]), tmp_path / "out")
+    (page,) = (Page(file) for file in files if file.suffix == ".html")
+    assert "— mean accuracy of" in " ".join(page.text.split())
+
+
 @pytest.mark.parametrize("target", [0, -1, 101, math.nan])
 def test_a_target_out_of_range_is_refused(tmp_path: Path, target: float) -> None:
     with pytest.raises(SettingsError, match="target: must be"):

@@ -124,7 +124,8 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
     """Return the HTML report of a comparison."""
     groups, metric = comparison.groups, comparison.metric
     spreads = [(group.label, group.score(comparison.headline)) for group in groups]
-    (label, best), *following = [(name, spread) for name, spread in spreads if spread.n]
+    # The scores of all groups are undefined if, e.g., no model made a finite prediction.
+    (label, best), *following = [each for each in spreads if each[1].n] or spreads[:1]
     hero = {"std over seeds": score(best.std, metric.name)} if best.n > 1 else {}
     worse, last = ("above", "highest") if metric.lower_is_better else ("below", "lowest")
     shown = [*following[:1], *following[1:][-1:]]
