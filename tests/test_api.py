@@ -191,6 +191,12 @@ def test_the_card_escapes_everything(result, tmp_path):
     assert "<script>" not in fedhet.compare([copy])._repr_html_()
 
 
+def test_a_single_run_or_directory_is_compared_without_a_list(result):
+    expected = fedhet.compare([result]).to_frame()
+    for runs in (result, result.directory, str(result.directory)):
+        pd.testing.assert_frame_equal(fedhet.compare(runs).to_frame(), expected)
+
+
 def test_compare(result, tmp_path):
     found = fedhet.compare([result, result.directory.parent], out=tmp_path / "c")
     row = found.to_frame().iloc[0]

@@ -170,7 +170,7 @@ def load(
 
 
 def compare(
-    runs: Iterable[Result | str | Path],
+    runs: Iterable[Result | str | Path] | Result | str | Path,
     *,
     out: str | Path | None = None,
     target: float | None = None,
@@ -184,7 +184,7 @@ def compare(
     Runs that differ only in their seeds form a group.
 
     Args:
-        runs: Results, run directories, or directories that contain runs.
+        runs: Results, run directories, or directories that contain runs; or one of these.
         out: Directory for the HTML report and the figures. By default, nothing is written.
         target: Score for the bytes-to-target column, e.g. an accuracy of 0.7.
         kind: Kind of model whose score determines the order, e.g. "private".
@@ -201,7 +201,8 @@ def compare(
     Example:
         >>> fedhet.compare(["runs/felo", "runs/local"], against="local").to_frame()
     """
-    paths = [each.directory if isinstance(each, Result) else each for each in runs]
+    several = [runs] if isinstance(runs, Result | str | Path) else runs
+    paths = [each.directory if isinstance(each, Result) else each for each in several]
     comparison = report.compare(
         paths, target, kind, protocol=protocol, against=against, metric=metric
     )
