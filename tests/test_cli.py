@@ -102,6 +102,11 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "--seed", "1", "-s", "seed=2"], ["'seed': duplicate"]),
         (["run", "felo", "--seed", "one"], ["'seed'", "'one'", "integer >= 0"]),
         (["run", "felo", "--seed", "1", "--seeds", "1,2"], ["cannot be combined with --seeds"]),
+        (["run", "felo", "-s", "seed=1", "--seeds", "1,2"], ["cannot be combined with --seeds"]),
+        (
+            ["sweep", "felo", "lr=0.1,0.2", "-s", "seed=1", "--seeds", "1"],
+            ["cannot be combined with --seeds"],
+        ),
         (["run", "felo", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["methods", "velvet"], ["velvet"]),

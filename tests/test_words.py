@@ -275,3 +275,5 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     said = _resume_hint(run)
     assert f"resume with `fedhet run --resume {run}`" in said
     assert f"show the results so far with `fedhet report {run}`" in said
+    spaced = run.rename(tmp_path / "a run")
+    assert f"`fedhet run --resume '{spaced}'`" in _resume_hint(spaced)

@@ -68,8 +68,8 @@ def run_command(
     )  # fmt: skip
     if "method" not in values:
         raise SettingsError("METHOD is missing. See `fedhet methods` for the available methods.")
-    if seeds is not None and seed is not None:
-        raise SettingsError("--seed cannot be combined with --seeds")
+    if seeds is not None and (seed is not None or _sets_seed(set_)):
+        raise SettingsError("'seed' cannot be combined with --seeds")
     if seeds is not None and values.get("resume"):
         raise SettingsError("--seeds cannot be combined with --resume, which resumes a single run")
     seed_list = [] if seeds is None else read_seeds(seeds)
@@ -91,6 +91,11 @@ def run_command(
             training.train_seeds(runs, against)
         else:
             training.train_one(given, against)
+
+
+def _sets_seed(pairs: list[str] | None) -> bool:
+    """Return whether one of the `KEY=VALUE` arguments of `--set` sets the seed."""
+    return any(pair.partition("=")[0].strip() == "seed" for pair in pairs or [])
 
 
 def _announce(given: GivenSettings, suffix: str) -> None:
@@ -152,6 +157,8 @@ def sweep_command(
         rounds=rounds, backend=backend,
     )  # fmt: skip
     check_sweepable(values.keys() & {"out", "resume"})
+    if seeds is not None and _sets_seed(set_):
+        raise SettingsError("'seed' cannot be combined with --seeds")
     grid = read_grid(over, str(values["method"]))
     given = validate(values)
     seed_list = read_seeds(seeds) if seeds is not None else [given.run.seed]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -209,10 +210,11 @@ def _run(
 
 def _resume_hint(directory: Path) -> str:
     """Return a hint for continuing an interrupted run."""
-    resume = f"`fedhet run --resume {directory}`"
+    place = shlex.quote(str(directory))
+    resume = f"`fedhet run --resume {place}`"
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        return f"resume with {resume}, or show the results so far with `fedhet report {directory}`"
+        return f"resume with {resume}, or show the results so far with `fedhet report {place}`"
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
         return f"no round has finished; restart with {resume}"
     return "training had not started"
