@@ -79,7 +79,8 @@ class FedProtoClient(HetClient):
 class PrototypeObjective(nn.Module):
     """Module that computes cross-entropy plus a distance from the prototypes.
 
-    Implements Eq. 7 of FedProto and Eq. 11 of FedTGP.
+    The distance "mse" is the distance in the code of FedProto's authors, where each sample replaces
+    its class mean in FedProto's Eq. 7. The distance "euclidean" is the distance in FedTGP's Eq. 11.
     """
 
     def __init__(
