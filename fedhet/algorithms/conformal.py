@@ -70,10 +70,10 @@ def calibrate(
 def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
     """Fit the temperature T, a scalar, with gradient steps on the likelihood.
 
-    This is Platt scaling as in Appendix F, with 10 iterations of SGD at a learning rate of 0.01,
-    starting from T = 1.3. Unlike in the paper, every iteration uses all n samples. With p =
-    softmax(z / T), the gradient of the mean negative log-likelihood is the mean of (z_y - sum_k p_k
-    z_k) / T^2.
+    This is Platt scaling as in Appendix F, with 10 iterations of SGD at a learning rate of 0.01. As
+    in the code of RAPS, it starts from T = 1.3. Unlike in the paper, every iteration uses all n
+    samples. With p = softmax(z / T), the gradient of the mean negative log-likelihood is the mean
+    of (z_y - sum_k p_k z_k) / T^2.
     """
     temperature = logits.new_full((), START_TEMPERATURE)
     true_logits = logits.gather(1, labels.unsqueeze(1)).squeeze(1)

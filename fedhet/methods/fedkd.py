@@ -21,7 +21,7 @@ class FedKdSettings(fedavg.FedAvgSettings):
     averaged_by: ClassVar[str] = "mentee"
     mentee: ModelName = Field("cnn2", description="mentee model, the same on all clients")
     energy_start: Energy = Field(
-        0.95, description="fraction of the update's energy sent in the first round, T_start"
+        0.95, description="fraction of the update's energy sent at the start of the run, T_start"
     )
     energy_end: Energy = Field(
         0.98, description="fraction of the update's energy sent in the last round, T_end"

@@ -97,7 +97,7 @@ class FedTypeSettings(MethodSettings):
     )
     calibrate_on: Literal["training", "held"] = Field(
         "training",
-        description="calibration data: training data, or held-out samples (Section 4.1)",
+        description="calibration data: training data, or held-out samples (Section 3.2.2)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="with calibrate-on = held: held-out fraction of a client's samples"
