@@ -109,7 +109,7 @@ def test_the_published_proxy_learns_from_the_private_model_without_dropout(tmp_p
     learning = reciprocity(client := opened(fedtype(models=model, **changes), tmp_path))
     private, x = client.models["private"], client.x[:20]
     before = {name: value.clone() for name, value in private.state_dict().items()}
-    found = learning.proxy_loss(x, client.y[:20]).item()
+    loss = learning.proxy_loss(x, client.y[:20]).item()
     assert private.training
     teacher = private.eval()(x).softmax(1).tolist()
     student = client.models["proxy"](x).softmax(1).tolist()
@@ -118,7 +118,7 @@ def test_the_published_proxy_learns_from_the_private_model_without_dropout(tmp_p
         for mine, said in zip(student, teacher, strict=True)
         for p, q in zip(mine, said, strict=True)
     )
-    assert found == pytest.approx(expected / 20, rel=1e-4)
+    assert loss == pytest.approx(expected / 20, rel=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in private.state_dict().items())
 
 

@@ -232,9 +232,9 @@ def test_a_late_reply_counts_with_the_bytes_that_were_sent(tmp_path, devices, en
     """All clients send one model, so sizes differ only by the length of numbers in the header."""
     config = late_run("fedavg", devices, models=["mlp"], **{"wire.encoding": encoding})
     run(config, tmp_path / "run")
-    found = [each for each in records(tmp_path / "run") if each["answered"]]
-    assert any(each.get("ages") for each in found)
-    sizes = [each["bytes_up"] / len(each["answered"]) for each in found]
+    answered = [each for each in records(tmp_path / "run") if each["answered"]]
+    assert any(each.get("ages") for each in answered)
+    sizes = [each["bytes_up"] / len(each["answered"]) for each in answered]
     assert max(sizes) - min(sizes) < 20, sizes
 
 

@@ -383,8 +383,8 @@ def test_numbers_with_a_type_are_not_read_in_the_notation_of_the_schema(tmp_path
         frame.to_json(path, orient="records", lines=True)
     mean, deviation = np.mean([1234.5, 2.25, 12000]), np.std([1234.5, 2.25, 12000])
     x = [(mean if number is None else number) for number in numbers]
-    found = encode(schema, read_table(path, spec()))[:, 0]
-    np.testing.assert_allclose(found, (np.array(x) - mean) / deviation, atol=1e-5)
+    encoded = encode(schema, read_table(path, spec()))[:, 0]
+    np.testing.assert_allclose(encoded, (np.array(x) - mean) / deviation, atol=1e-5)
 
 
 def site(folder, rows, schema, head=HEAD):

@@ -400,8 +400,8 @@ def find_rows(directory: Path, part: str, endings: Sequence[str] = ENDINGS) -> P
     """
     names = {f"{part}{ending}" for ending in endings}
     with reading(directory, "directory"):
-        found = sorted(path for path in directory.iterdir() if path.name.lower() in names)
-    paths = [path for path in found if path.is_file()]
+        entries = sorted(path for path in directory.iterdir() if path.name.lower() in names)
+    paths = [path for path in entries if path.is_file()]
     if len(paths) > 1:
         raise DataError(
             f"{directory}: expected a single {part} file, got {paths[0].name} and {paths[1].name}"

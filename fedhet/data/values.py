@@ -124,7 +124,8 @@ def is_missing(text: str, marks: Sequence[str] = ()) -> bool:
     """
     if text.lower() in MISSING or text in marks:
         return True
-    return any(_without_zeros(text) == _without_zeros(mark) for mark in marks)
+    shortened = _without_zeros(text) if marks else text
+    return any(shortened == _without_zeros(mark) for mark in marks)
 
 
 def _without_zeros(text: str) -> str:
