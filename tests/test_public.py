@@ -145,7 +145,9 @@ def test_rows_of_the_training_set_may_equal_rows_of_the_test_set(method, source,
         (tmp_path / f"{part}.csv").write_text("\n".join(["color,size,y", *words]))
     changes = {"dataset": f"table:{tmp_path}", "data.target": "y", "models": "mlp", "clients": 2}
     changes |= {"public_dataset": source, "max_samples": 100, "public_samples": 30}
-    Server(small(method, **changes, **fast(method)), tmp_path / "run")
+    strategy = Server(small(method, **changes, **fast(method)), tmp_path / "run").strategy
+    public, common = strategy.public_set(labeled=False), strategy.common_test()
+    assert {*map(tuple, public.x.tolist())} & {*map(tuple, common.x.tolist())}
 
 
 def test_the_runs_own_dataset_cannot_be_public_too():
