@@ -47,6 +47,16 @@ def test_what_a_run_leaves(felo):
         assert values["worst"] == min(each)
 
 
+def test_the_summary_counts_the_test_samples(felo):
+    directory, summary = felo
+    counts = json.loads((directory / "partition.json").read_text())["counts"].values()
+    clients = [json.loads(path.read_text()) for path in directory.glob("state/*/*/client.json")]
+    assert len(clients) == 4
+    personal = sum(map(sum, counts)) - sum(client["samples"] for client in clients)
+    assert 0 < personal < 400
+    assert summary["test_samples"] == {"personal": personal, "common": 100}
+
+
 def test_the_last_round_is_the_headline(felo):
     directory, summary = felo
     for protocol, kinds in records(directory)[-1]["accuracy"].items():

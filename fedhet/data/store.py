@@ -155,6 +155,16 @@ class RunData:
             for k, rows in enumerate(self.partition())
         }
 
+    def test_samples(self) -> dict[str, int]:
+        """Return the number of test samples by protocol, without protocols that have none.
+
+        The number for "personal" is the sum over all clients.
+        """
+        rows = [self.split_rows(index)[1] for index in range(self.spec.clients)]
+        common = self.common_test
+        counts = {"personal": sum(map(len, rows)), "common": 0 if common is None else len(common)}
+        return {protocol: count for protocol, count in counts.items() if count}
+
     def strata(self) -> tuple[tuple[str, ...], Index]:
         """Return the names of the classes (or target groups), and the group [N] of each sample."""
         return self.dataset.task.strata(self.dataset.train.y, self.dataset.classes)

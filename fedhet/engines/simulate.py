@@ -157,6 +157,7 @@ def _trained(
             "classes": list(data.strata()[0]),
             "counts": data.label_counts(),
             "owners": data.owners(),
+            "test_samples": data.test_samples(),
         }
         write_text(directory / "partition.json", json.dumps(partition))
         if config.run.privacy.secure_aggregation:

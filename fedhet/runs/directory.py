@@ -69,7 +69,9 @@ def record_line(record: RoundRecord) -> str:
 
 def summary_text(summary: Summary) -> str:
     """Serialize a summary to the text of summary.json, without optional fields that are empty."""
-    optional = "owners", "relative", "metrics", "training", "privacy", "metric"
+    optional = (
+        "owners", "relative", "metrics", "training", "test_samples", "privacy", "metric",
+    )  # fmt: skip
     empty = {name for name in optional if not getattr(summary, name)}
     content = _finite(summary.model_dump(exclude=empty))
     for past in content["history"]:

@@ -399,6 +399,7 @@ class RunLog:
             models=self.models,
             owners=partition.owners if partition else {},
             training=self.training,
+            test_samples=partition.test_samples if partition else {},
             headline=headline,
             metric="" if last.metric == ACCURACY else last.metric,
             accuracy=scores.pop(ACCURACY, {}),

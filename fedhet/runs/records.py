@@ -272,6 +272,9 @@ class Summary(BaseModel):
     """Person or site that each simulated client represents, if known."""
     training: dict[Text, Text] = {}
     """Optimizer, learning rate, epochs and batch size of each client, as text."""
+    test_samples: dict[Text, Count] = {}
+    """Number of test samples by protocol, or empty if the sites have their own data. The number for
+    "personal" is the sum over all clients."""
     headline: Text = ""
     """Protocol of the method's headline score."""
     metric: Text = ""
@@ -337,6 +340,8 @@ class Partition(BaseModel):
     counts: dict[Text, list[Count]]
     owners: dict[Text, Text] = {}
     """Person or site of each client, e.g. from the column `data.by`; empty if unknown."""
+    test_samples: dict[Text, Count] = {}
+    """Number of test samples by protocol; for "personal", the sum over all clients."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
