@@ -42,8 +42,6 @@ from fedhet.report import load_run
 
 CLIENTS, SPREAD, MEDIAN_MS, MEDIAN_MBIT = 20, 1.0, 100.0, 5.0
 METHODS = ("felo", "fedavg", "fedtype", "fedproto")
-KINDS = {"fedavg": "global", "felo": "global"}
-"""Kind of model that is evaluated, by method; private models for other methods."""
 WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "k of n": {"pace.over-selection": 0.3, "pace.max-age": 0},
@@ -82,7 +80,7 @@ def made(given: argparse.Namespace, method: str, way: str, seed: int) -> pd.Seri
         },
     )  # fmt: skip
     run = load_run(folder)
-    means = run.curve(run.headline, KINDS.get(method, "private"))["mean"]
+    means = run.curve(*run.columns[0])["mean"]
     return means.set_axis(run.costs["clock"].loc[means.index] / 3600)
 
 

@@ -53,6 +53,7 @@ from fedhet.data.texts import VARIABLE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records
 from fedhet.runs.measures import shown_scores
+from fedhet.runs.records import Headline
 
 ROUNDS = 10
 IMAGES, TABLES = ("cnn2", "cnn3", "mlp"), ("mlp", "mlp2", "mlp3")
@@ -249,11 +250,12 @@ def place(out: Path, run: Run) -> Path:
 
 
 def score_of(out: Path, run: Run, protocol: str) -> float | None:
-    """Return the mean headline score after the last round, or None without a run."""
+    """Return the mean score of the run's headline kind after the last round, or None if absent."""
     directory = place(out, run)
     if not (directory / "summary.json").exists():
         return None
-    _, scores = shown_scores(read_records(directory / "metrics.jsonl")[0][-1], protocol)
+    headline = Headline.of(find_method(run[0]).spec).model_copy(update={"protocol": protocol})
+    _, scores = shown_scores(read_records(directory / "metrics.jsonl")[0][-1], headline)
     return next(iter(scores.values())).mean
 
 

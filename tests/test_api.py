@@ -107,7 +107,9 @@ def test_the_frames_hold_what_the_files_hold(result):
     assert clients["answered"].tolist() == [2, 2, 2, 2]
     last = summary["accuracy"]["personal"]["private"]["per_client"]
     assert clients["accuracy.personal.private"].to_dict() == pytest.approx(last)
-    assert result.accuracy == pytest.approx(summary["accuracy"]["common"]["private"]["mean"])
+    assert result.headline == ("common", "global")
+    assert result.accuracy == pytest.approx(summary["accuracy"]["common"]["global"]["mean"])
+    assert result.score == result.accuracy
     assert result.summary.bytes_up == summary["bytes_up"]
     assert result.method_metrics["classes_covered"].tolist() == [
         r["method"]["classes_covered"] for r in records
@@ -135,7 +137,7 @@ def test_a_run_is_loaded_again(result, tmp_path):
     again = fedhet.load(str(result.directory))
     pd.testing.assert_frame_equal(again.history, result.history)
     assert repr(again) == repr(result)
-    assert "felo on digits: 4 clients, round 2 of 2; accuracy (common) 0." in repr(again)
+    assert "felo on digits: 4 clients, round 2 of 2; accuracy (common, global) 0." in repr(again)
     with pytest.raises(StateError, match=r"run directory .* not found"):
         fedhet.load(tmp_path / "nowhere")
 
@@ -200,8 +202,8 @@ def test_a_single_run_or_directory_is_compared_without_a_list(result):
 def test_compare(result, tmp_path):
     found = fedhet.compare([result, result.directory.parent], out=tmp_path / "c")
     row = found.to_frame().iloc[0]
-    assert row["method"] == "felo"
-    assert row["accuracy.common.private.mean"] == pytest.approx(result.accuracy)
+    assert (row["method"], row["headline_kind"]) == ("felo", "global")
+    assert row["accuracy.common.global.mean"] == pytest.approx(result.accuracy)
     assert (tmp_path / "c" / "compare.html").exists()
     assert "<table>" in found._repr_html_()
 
@@ -382,6 +384,6 @@ def test_progress_in_a_notebook(monkeypatch):
     assert 'value="0" max="2"' in page.shown[0]
     assert "1 client train" in page.shown[1]
     assert 'value="1" max="2"' in page.shown[2]
-    assert "accuracy (common) 0.5000" in page.shown[2]
+    assert "accuracy (common, private) 0.5000" in page.shown[2]
     assert "client &lt;i&gt;x" in page.shown[3]
     assert page.shown[4].endswith("(1.5 s)<br>note: client &lt;i&gt;x&lt;/i&gt;")

@@ -133,7 +133,9 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
         "Last, because their server models were not evaluated on the common test set: felo" in note
         for note in found.notes
     )
-    assert compare(runs).headline == ("common", "private")
+    found = compare(runs)
+    assert found.headline == ("common", "headline")
+    assert [group.resolved(found.headline)[1] for group in found.groups] == ["private", "server"]
     with pytest.raises(
         SettingsError, match=r"kind: must be one of .*private.*server.* got 'sever'"
     ):

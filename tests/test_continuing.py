@@ -15,7 +15,7 @@ from fedhet.inference import api
 from fedhet.inference.client import open_client
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, spread
-from fedhet.runs.records import RoundRecord
+from fedhet.runs.records import Headline, RoundRecord
 from fedhet.runs.storage import ClientStore
 
 
@@ -141,13 +141,14 @@ def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
 
 def test_the_best_round_is_the_first_of_the_highest():
     found = [record(1, 0.1), record(2, 0.4), record(3), record(4, 0.4), record(5, 0.3)]
-    assert best_round(found, "common") == 2
-    assert best_round(found[:1], "personal") == 1  # only the other protocol was evaluated
-    assert best_round([record(1)], "common") == 0
+    assert best_round(found, Headline()) == 2
+    personal = Headline(protocol="personal")  # Only the other protocol was evaluated.
+    assert best_round(found[:1], personal) == 1
+    assert best_round([record(1)], Headline()) == 0
     central = [record(1, 0.1), record(2, 0.4), record(3, 0.3)]  # without private models
     for each in central:
         each.accuracy = {"common": {"global": each.accuracy["common"]["private"]}}
-    assert best_round(central, "common") == 2
+    assert best_round(central, Headline()) == 2
 
 
 def test_the_state_of_the_best_round_is_kept(tmp_path):

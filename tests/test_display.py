@@ -14,7 +14,7 @@ from rich.console import Console
 from fedhet.runs.display import LiveDisplay, line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher
 from fedhet.runs.progress import Progress, State, accuracies_of, round_line
-from fedhet.runs.records import RoundRecord, Score, Seconds
+from fedhet.runs.records import Headline, RoundRecord, Score, Seconds
 from fedhet.runs.units import time_left
 
 
@@ -23,7 +23,7 @@ def test_lines_say_each_round(tmp_path):
     run(small(), tmp_path / "run", [line_display(console)])
     text = console.export_text()
     assert "felo on digits: 4 clients, 2 architectures, 2 rounds, seed 0" in text
-    assert "round   1  accuracy (common) 0." in text
+    assert "round   1  accuracy (common, global) 0." in text
     assert "4/4 clients" in text
 
 
@@ -44,9 +44,12 @@ def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, meth
     changes = {"public_samples": 40} if method == "fedgems" else {}
     run(small(method, rounds=1, clients=2, **changes), tmp_path / "run", [line_display(console)])
     (line,) = (line for line in console.export_text().splitlines() if "round   1" in line)
-    wanted = "accuracy (common, global) 0." if method == "central" else "accuracy (common) 0."
-    assert wanted in line
-    assert ", server 0." in line
+    if method == "central":
+        assert "accuracy (common, global) 0." in line
+        assert ", server 0." in line
+    else:
+        assert "accuracy (common, server) 0." in line
+        assert ", private 0." in line
 
 
 def test_live_shows_every_client(tmp_path):
@@ -60,7 +63,8 @@ def test_live_shows_every_client(tmp_path):
     # One worker trains one client at a time.
     assert (begun.count("training"), begun.count("waiting")) == (2, 3)  # also "1 training"
     assert done.count("done") == 4
-    for word in ("client-0", "mlp", "client-3", "cnn2", "accuracy (common) 0.", "mean by round"):
+    said = "accuracy (common, global) 0.", "mean by round"
+    for word in ("client-0", "mlp", "client-3", "cnn2", *said):
         assert word in done
 
 
@@ -105,8 +109,8 @@ def record(number, names, values, failed=()):
 
 def test_a_round_line_shows_the_largest_epsilon():
     private = replace(record(1, ["a", "b"], {"a": 0.5, "b": 0.6}), epsilon={"a": 1.25, "b": 7.9})
-    assert "  ε 7.9  " in round_line(private, "common")
-    assert "ε" not in round_line(record(1, ["a"], {"a": 0.5}), "common")
+    assert "  ε 7.9  " in round_line(private, Headline())
+    assert "ε" not in round_line(record(1, ["a"], {"a": 0.5}), Headline())
 
 
 class Hundred:
@@ -163,7 +167,7 @@ def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
     for part in (
         "2/10 rounds",
         "round 3: 50 of 100 clients replied, 1 failed · 4 training",
-        f"accuracy (common) {sum(hundred.values.values()) / 100:.4f}",
+        f"accuracy (common, private) {sum(hundred.values.values()) / 100:.4f}",
         "mean by round",
         # 2 x 40 MB; eight rounds of 50 s, of which what the third has taken is gone.
         f"80.0 MB sent · 50.0 s per round · about {left(8 * 50 - 3 - sum(range(50)) / 100)} left",
@@ -303,14 +307,17 @@ def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
     assert started == ["a", "c"]
 
 
-def test_the_private_models_come_first_and_the_others_after():
+def test_the_headline_kind_comes_first_and_the_others_after():
     values = {"a": 0.25, "b": 0.75}
     kinds = {"server": scores({"server": 0.5}), "private": scores(values), "proxy": scores(values)}
-    text = accuracies_of(RoundRecord(1, accuracy={"personal": kinds}), "common")
+    text = accuracies_of(RoundRecord(1, accuracy={"personal": kinds}), Headline())
     assert text == (
-        "accuracy (personal) 0.5000 ± 0.1000, worst 0.2500, proxy 0.5000, server 0.5000"
+        "accuracy (personal, private) 0.5000 ± 0.1000, worst 0.2500, proxy 0.5000, server 0.5000"
     )
-    assert accuracies_of(RoundRecord(1), "common") == "not evaluated"
+    deployed = Headline(protocol="common", kinds={"personal": "proxy"})
+    text = accuracies_of(RoundRecord(1, accuracy={"personal": kinds}), deployed)
+    assert text.startswith("accuracy (personal, proxy) 0.5000 ± 0.1000, worst 0.2500, private 0.5")
+    assert accuracies_of(RoundRecord(1), Headline()) == "not evaluated"
 
 
 def test_a_line_names_who_answered_is_awaited_rests_or_is_away():

@@ -181,7 +181,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     record = filled()
     summary = Summary(
         method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
-        headline="common", accuracy=final_scores([record])["accuracy"],
+        headline="common", headline_kinds={"common": "private"},
+        accuracy=final_scores([record])["accuracy"],
         history=[PastRound.of(record)],
         bytes_up=10, bytes_down=20, bytes_evaluation=30,
         seconds=RunSeconds(total=2.00049, start=0.5).rounded(),
@@ -193,7 +194,7 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     }  # fmt: skip
     assert json.loads(summary_text(summary)) == {
         "method": "felo", "dataset": "digits", "seed": 1, "rounds": 3, "clients": 3,
-        "models": {"a": "mlp"}, "headline": "common",
+        "models": {"a": "mlp"}, "headline": "common", "headline_kinds": {"common": "private"},
         "accuracy": {"common": {"private": {**SCORE, "tail": 0.5, "clients": 2}}},
         "history": [brief], "bytes_up": 10, "bytes_down": 20, "bytes_evaluation": 30,
         "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0, "start": 0.5},

@@ -43,7 +43,7 @@ from fedhet.report.tables import baseline_line, client_cells
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, read_measures
 from fedhet.runs.progress import Progress, read_status
-from fedhet.runs.records import RoundRecord, Score
+from fedhet.runs.records import Headline, RoundRecord, Score
 from fedhet.runs.storage import Checkpoints
 from fedhet.runs.units import difference, score
 from fedhet.wire.identity import ClientInfo, read_properties
@@ -120,13 +120,13 @@ def test_the_best_round_of_an_error_is_the_lowest():
         return RoundRecord(number, metrics={"rmse": scores, "r2": scores})
 
     records = [record(1, 3.0), record(2, 1.0), record(3, 2.0)]
-    assert best_round(records, "personal") == 2
+    assert best_round(records, Headline(protocol="personal")) == 2
     assert records[0].metric == "rmse"
     config = resolve({"method": "fedbn", "early-stopping": 1, "rounds": 9})  # personal headline
     assert last_round(records[:2], config) == 9
     assert last_round(records, config) == 4
     accurate = [RoundRecord(n, accuracy=r.metrics["rmse"]) for n, r in enumerate(records, 1)]
-    assert best_round(accurate, "personal") == 1
+    assert best_round(accurate, Headline(protocol="personal")) == 1
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_a_run_speaks_of_its_headline_metric(tmp_path):
     changes |= {"training.optimizer": "sgd", "training.lr": 1e-30}  # without improvement
     config = on_table("local", write(tmp_path / "a.csv"), **changes)
     summary = run(config, tmp_path / "run", (Progress(lines.append),), report=True)
-    assert any("RMSE (personal)" in line for line in lines)
+    assert any("RMSE (personal, private)" in line for line in lines)
     assert not any("accuracy" in line.lower() for line in lines)
     assert summary["rounds"] < 6
     assert any("the RMSE has not decreased for 1 evaluations" in line for line in lines)
@@ -473,7 +473,7 @@ def test_a_comparison_uses_the_headline_metric_of_the_runs(trained, tmp_path, ca
     assert scores[0] < scores[1]
     assert compared.target == math.ceil(1100 * scores[1]) / 1000
     frame = compare([trained / "runs"]).to_frame()
-    assert frame["rmse.common.private.mean"].tolist() == scores
+    assert frame["rmse.common.global.mean"].tolist() == scores
     assert report.compare([trained / "runs"], metric="r2").groups == tuple(
         replace(g, runs=tuple(r.with_metric("r2") for r in g.runs)) for g in compared.groups
     )
@@ -725,7 +725,7 @@ def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
     assert min(map(float, shown)) > 0
     assert float(cells.foot[0][-3]) == pytest.approx(expected["mean"], rel=6e-4)
     status = read_status(tmp_path / "run")
-    assert f"mean RMSE {expected['mean']:#.4g}" in status.description
+    assert f"mean RMSE (personal, private) {expected['mean']:#.4g}" in status.description
     page = render_run(report.load_run(tmp_path / "run"))
     assert f'<div class="number">{expected["mean"]:#.4g}</div>' in page
 

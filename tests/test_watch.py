@@ -55,10 +55,10 @@ def test_a_status_says_who_has_answered_and_at_the_end_that_it_is_over(tmp_path)
     assert states["client-3"] in ("waiting", "training")
     assert (after.stage, after.round, len(after.clients)) == ("finished", 2, 4)
     assert after.bytes == summary["bytes_up"] + summary["bytes_down"]
-    assert after.mean == pytest.approx(summary["accuracy"]["common"]["private"]["mean"])
+    assert after.mean == pytest.approx(summary["accuracy"]["common"]["global"]["mean"])
     assert min(client.seconds for client in after.clients) > 0  # clients of a test take 20 ms
     for client in after.clients:
-        mine = summary["accuracy"]["common"]["private"]["per_client"][client.name]
+        mine = summary["accuracy"]["common"]["global"]["per_client"][client.name]
         assert (client.accuracy, client.line) == (pytest.approx(mine), "round 2: replied")
 
 

@@ -5,6 +5,7 @@
 - docs/reference.md: the settings that every run has
 - docs/methods/NAME.md: the properties and settings of a method, and the paper's experiment
 - README.md and docs/methods.md: the list of methods
+- docs/runs.md: the models whose scores represent the methods
 - docs/rounds.md, docs/privacy.md and docs/secure-aggregation.md: the treatment of late replies, of
   privacy, and of secure aggregation, by method
 - pyproject.toml: the default run config of `flwr run`
@@ -50,6 +51,7 @@ BEGIN, END = "<!-- make reference -->", "<!-- end -->"
 SETTING_COLUMNS = ("setting", "default", "allowed values", "description")
 REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
+HEADLINE_COLUMNS = ("method", "common", "personal", "model in the paper")
 METHOD_COLUMNS = ("method", "description", "requires")
 SUMMED_WITHIN = {"all": "all clients", "architecture": "the clients of each architecture"}
 """Description of the clients whose replies are summed, for each value of `within`."""
@@ -70,6 +72,7 @@ def reference(root: Path) -> dict[Path, str]:
     parts = {
         root / "README.md": _index(methods, "docs/methods/", brief=True),
         docs / "methods.md": _index(methods, "methods/"),
+        docs / "runs.md": _headlines(methods),
         docs / "rounds.md": _grouped(
             LATE_COLUMNS,
             {m.name: words for late, words in LATE.items() for m in methods if m.spec.late == late},
@@ -110,6 +113,19 @@ def _index(methods: Iterable[Method], prefix: str, *, brief: bool = False) -> st
     return in_markdown(METHOD_COLUMNS[:columns], [row[:columns] for row in rows])
 
 
+def _headlines(methods: Iterable[Method]) -> str:
+    """Build the table of the models whose scores represent the methods."""
+    rows = []
+    for method in methods:
+        spec, cells = method.spec, []
+        for protocol in ("common", "personal"):
+            kind = f"`{spec.deployed[protocol]}`"
+            cells.append(f"**{kind}**" if protocol == spec.headline else kind)
+        name = f"[`{method.name}`](methods/{method.name}.md)"
+        rows.append((name, *cells, spec.paper_model))
+    return in_markdown(HEADLINE_COLUMNS, rows)
+
+
 def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:
     """Build a table in which methods with the same text share a row."""
     names: dict[str, list[str]] = {}
@@ -141,7 +157,7 @@ def _method(method: Method) -> str:
     lines = [
         f"Requires: {needed}." if needed else "",
         tasks(method) if len(spec.tasks) > 1 else "",
-        f"Headline metric: `{spec.headline}` accuracy.",
+        headline(method),
         f"Default model: `{pool[0]}` for images." if len(pool) == 1 else "",
         _messages(spec),
         defenses(method),
@@ -238,6 +254,16 @@ def default_models(method: Method) -> str:
             pool = as_text(method.spec.pool(kind))
             parts.append(f"for {kind.plural}, {', and '.join([pool, *changed])}")
     return f"Default models: {'; '.join(parts)}."
+
+
+def headline(method: Method) -> str:
+    """Return a sentence about the model and the test set that represent a method."""
+    spec = method.spec
+    kind = spec.deployed[spec.headline]
+    (other,) = spec.deployed.keys() - {spec.headline}
+    more = f" (`{other}`: `{spec.deployed[other]}`)" if spec.deployed[other] != kind else ""
+    paper = f" Model in the paper: {spec.paper_model}." if spec.paper_model else ""
+    return f"Headline score: `{spec.headline}`, kind `{kind}`{more}.{paper}"
 
 
 def privacy(method: Method) -> str:

@@ -298,18 +298,26 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the private models in the last evaluation, or NaN without an evaluation.
+        """Mean headline accuracy in the last evaluation, or NaN without an evaluation.
 
-        The method determines the test set (`headline`). The accuracy is NaN if the task is not
-        classification.
+        The method determines the kind of model and the test set (`headline`). The accuracy is NaN
+        if the task is not classification.
         """
         run = self._run.with_metric(ACCURACY)
-        return run.last(run.headline, "private").mean
+        return run.last(*run.columns[0]).mean if run.columns else NAN
 
     @property
     def score(self) -> float:
-        """Mean headline score of the private models, such as the accuracy or the RMSE."""
-        return self._run.last(self._run.headline, "private").mean
+        """Mean headline score, such as the accuracy or the RMSE, or NaN without an evaluation."""
+        return self._run.last(*self._run.columns[0]).mean if self._run.columns else NAN
+
+    @property
+    def headline(self) -> tuple[str, str] | None:
+        """Test set and kind of model of `accuracy` and `score`, e.g. ("common", "global").
+
+        None without an evaluation.
+        """
+        return self._run.columns[0] if self._run.columns else None
 
     @cached_property
     def history(self) -> pd.DataFrame:
@@ -482,8 +490,8 @@ class Result:
     def __repr__(self) -> str:
         run = self._run
         state = "" if run.finished else ", unfinished"
-        shown = f"{run.metric_title} ({run.headline}) {score(self.score)}"
-        number = shown if run.headline else ""
+        model = ", ".join(self.headline or ())
+        number = f"{run.metric_title} ({model}) {score(self.score)}" if model else ""
         progress = f"{plural(len(run.clients), 'client')}, round {run.done} of {run.planned}{state}"
         return f"<Result of {run.method} on {run.dataset}: {progress}; {number or 'not evaluated'}>"
 
@@ -506,7 +514,7 @@ class ComparedRuns:
         content: Any = to_dict(self.comparison)
         metric, rows = content["metric"], []
         for group in content["groups"]:
-            row = {name: group[name] for name in ("method", "dataset")}
+            row = {name: group[name] for name in ("method", "dataset", "headline_kind")}
             row["seeds"] = len(group["seeds"])
             for protocol, kinds in group[metric].items():
                 for kind, spread in kinds.items():

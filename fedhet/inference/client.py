@@ -34,7 +34,7 @@ from fedhet.learning.training import logits_of
 from fedhet.models import AllocationLimit, Refitted, evaluate_models
 from fedhet.runs.directory import read_records, read_run_name
 from fedhet.runs.measures import best_round, by_score_key
-from fedhet.runs.records import MAX_ROUNDS, NAN
+from fedhet.runs.records import MAX_ROUNDS, NAN, Headline
 from fedhet.runs.storage import ClientStore
 from fedhet.runs.units import natural
 from fedhet.wire.identity import client_name
@@ -366,7 +366,7 @@ def best_round_of(directory: Path, trust: str = "") -> int:
     """
     if not (directory / "metrics.jsonl").exists():
         raise StateError(f"{directory}: expected a run directory, which records the best round")
-    headline = _config_of(directory, trust).method.spec.headline
+    headline = Headline.of(_config_of(directory, trust).method.spec)
     round = best_round(read_records(directory / "metrics.jsonl")[0], headline)
     if not round:
         raise StateError(f"{directory}: no best round, because no round was evaluated")

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.spec import MethodSpec, Protection, Sums, model_shapes
+from fedhet.methods.spec import AVERAGED_MODEL, MethodSpec, Protection, Sums, model_shapes
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -55,6 +55,8 @@ SPEC = MethodSpec(
     paper="no paper",
     needs_task="loss",
     headline="common",
+    deployed=AVERAGED_MODEL,
+    paper_model="no paper; the model trained on all data",
     settings=CentralSettings,
     kinds=("global",),
     simulation_only=True,

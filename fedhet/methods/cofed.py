@@ -99,6 +99,7 @@ SPEC = MethodSpec(
     title="clients' vote on pseudolabels for public data; any models and label spaces",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
     headline="common",
+    paper_model="each participant's model, relative to its model before the update training",
     only_tasks="its clients vote on classes",
     settings=CofedSettings,
     kinds=("private", "local"),

@@ -39,6 +39,7 @@ SPEC = replace(
     fedmd.SPEC,
     title="robust mean of soft labels on unlabeled public data",
     paper="Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning",
+    paper_model="each party's model",
     needs_task="classes",
     only_tasks="its robust means are defined for class probabilities",
     without_classes={},

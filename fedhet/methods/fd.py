@@ -21,6 +21,7 @@ SPEC = MethodSpec(
     title="class-wise mean probabilities of the other clients",
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
     headline="common",
+    paper_model="each device's model",
     late="kept",
     only_tasks="it averages probabilities of each class",
     settings=FdSettings,

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods.spec import (
+    AVERAGED_MODEL,
     DP_SGD,
     SUM_OF_WEIGHTS,
     MethodSpec,
@@ -48,6 +49,8 @@ SPEC = MethodSpec(
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
     needs_task="loss",
     headline="common",
+    deployed=AVERAGED_MODEL,
+    paper_model="the averaged model",
     late="averaged",
     settings=FedAvgSettings,
     sizes=part_sizes,

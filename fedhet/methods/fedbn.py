@@ -26,6 +26,7 @@ SPEC = replace(
     title="FedAvg with local batch normalization",
     paper="Li et al., FedBN: Federated Learning on Non-IID Features",
     headline="personal",
+    paper_model="the averaged weights with each client's own batch normalization",
     settings=FedBnSettings,
     privacy=Protection(
         unsupported="the method needs batch normalization, which mixes the samples of a batch"

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from fedhet.methods.fedavg import REPLIES, FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import AVERAGED_MODEL, DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.wire.contract import Contract, WeightsField
@@ -27,6 +27,8 @@ SPEC = MethodSpec(
     title="one averaged model per architecture, trained on public data to imitate the ensemble",
     paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
     headline="common",
+    deployed=AVERAGED_MODEL,
+    paper_model="the fused model of each architecture",
     needs_task="loss",
     settings=FedDfSettings,
     sizes=part_sizes,

@@ -78,6 +78,7 @@ SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, trained with a feature generator",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
+    paper_model="the averaged model; with private extractors (Section 6.4), each client's model",
     needs_task="classes",
     only_tasks="its generator produces features of classes",
     settings=FedGenSettings,

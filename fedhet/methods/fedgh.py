@@ -26,6 +26,7 @@ SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, trained by the server on class means",
     paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
+    paper_model="each client's model",
     late="kept",
     needs_task="classes",
     only_tasks="its server trains a head on mean features of each class",

@@ -30,6 +30,7 @@ SPEC = MethodSpec(
     title="class-wise mean logits, averaged over the clients",
     paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
     headline="common",
+    paper_model="each client's model",
     late="averaged",
     only_tasks="it averages logits of each class",
     settings=FedHeSettings,

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import BOTH_MODELS, Sums
+from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL, Sums
 from fedhet.settings.schema import ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.factors import FactorsField
@@ -54,6 +54,8 @@ SPEC = replace(
     title="private mentor and small shared mentee, with low-rank updates",
     paper="Wu et al., Communication-efficient federated learning via knowledge distillation",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="a client keeps its mentor, the larger of its two models",
     # Squared errors approach 0, so gradients through the denominators would dominate.
     without_classes={"intensity_learned": (False,)},
     settings=FedKdSettings,

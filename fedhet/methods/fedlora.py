@@ -10,7 +10,7 @@ from fedhet.algorithms import LORA_A, LORA_B, Aggregation
 from fedhet.base.arrays import Arrays, Shapes
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import AVERAGED_MODEL, DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import NonNegative
 from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, WeightsField
@@ -109,6 +109,8 @@ SPEC = MethodSpec(
     title="LoRA adapters with different ranks",
     paper="Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks",
     headline="common",
+    deployed=AVERAGED_MODEL,
+    paper_model="the averaged adapters, reduced to the rank of the client",
     needs_task="loss",
     late="kept",
     settings=FedLoraSettings,

@@ -137,6 +137,7 @@ SPEC = MethodSpec(
     title="mean class scores on labeled public data",
     paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
     headline="common",
+    paper_model="each party's model",
     needs_task="loss",
     without_classes={"loss": ("mae", "mse")},
     settings=FedMdSettings,

@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import BOTH_MODELS
+from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL
 from fedhet.settings.schema import Count, ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 
@@ -43,6 +43,8 @@ SPEC = replace(
     title="small shared model and private model, fused by a projector",
     paper="Yi et al., Federated Model Heterogeneous Matryoshka Representation Learning",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="each client's fused model",
     settings=FedMrlSettings,
     one_model=False,
     model_settings={"shared": "model"},

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+from fedhet.methods.spec import OWN_MODEL
 
 EXTENDS = "fedavg"
 """Method whose strategy and client FedPer uses."""
@@ -25,5 +26,7 @@ SPEC = replace(
     title="FedAvg of the base layers, with personal heads",
     paper="Arivazhagan et al., Federated Learning with Personalization Layers",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="each client's model, with its own head",
     settings=FedPerSettings,
 )

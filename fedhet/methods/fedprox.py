@@ -25,5 +25,6 @@ SPEC = replace(
     fedavg.SPEC,
     title="FedAvg with a proximal term",
     paper="Li et al., Federated Optimization in Heterogeneous Networks",
+    paper_model="the averaged model",
     settings=FedProxSettings,
 )

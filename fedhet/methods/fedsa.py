@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+from fedhet.methods.spec import OWN_MODEL
 
 EXTENDS = "fedavg"
 """Method whose client FedSA-LoRA uses."""
@@ -21,5 +22,7 @@ SPEC = replace(
     title="LoRA adapters whose factor A is shared",
     paper="Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="each client's model, with its own factor B",
     settings=FedSaSettings,
 )

@@ -52,6 +52,7 @@ SPEC = replace(
     fedproto.SPEC,
     title="FedProto with separable prototypes, which the server trains",
     paper="Zhang et al., FedTGP: Trainable Global Prototypes",
+    paper_model="the nearest prototype, as in FedProto",
     late="kept",
     settings=FedTgpSettings,
     replies=Contract(

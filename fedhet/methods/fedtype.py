@@ -127,6 +127,8 @@ SPEC = MethodSpec(
     title="private models and identical small proxies, which teach each other with conformal sets",
     paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
     headline="personal",
+    paper_model="private models, proxies, and the averaged proxy; the claim is about private "
+    "models",
     late="averaged",
     only_tasks="its conformal sets contain classes",
     settings=FedTypeSettings,

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import FeatureNorm
 from fedhet.methods.spec import (
+    AVERAGED_MODEL,
     CLASS_SUMS,
     MethodSpec,
     Protection,
@@ -59,6 +60,8 @@ SPEC = MethodSpec(
     title="class-wise features and logits, plus weights averaged per architecture",
     paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
     headline="common",
+    deployed=AVERAGED_MODEL,
+    paper_model="each client's model, with the averaged weights of its architecture",
     late="averaged",
     only_tasks="it averages features and logits of each class",
     settings=FeloSettings,

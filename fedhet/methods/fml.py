@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import BOTH_MODELS
+from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, WeightsField
 
@@ -45,6 +45,8 @@ SPEC = replace(
     title="a private model and a small shared model, which teach each other",
     paper="Shen et al., Federated Mutual Learning",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="the personalized private model; the averaged meme is the kind `global`",
     settings=FmlSettings,
     kinds=("private", "proxy", "global"),
     one_model=False,

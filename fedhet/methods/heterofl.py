@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import AVERAGED_MODEL, DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Listed
 from fedhet.wire.contract import Contract, Sum, TensorField, WeightsField
@@ -58,6 +58,8 @@ SPEC = MethodSpec(
     title="submodels of several widths, averaged where they overlap",
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
+    deployed=AVERAGED_MODEL,
+    paper_model="the widest submodel (kind `server`); a client can only deploy its own submodel",
     needs_task="loss",
     # Evaluation omits the scaler, so a narrow model would predict numbers that are too small. This
     # does not affect predicted classes, which depend only on the order of the outputs.

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+from fedhet.methods.spec import OWN_MODEL
 from fedhet.settings.schema import Count
 
 EXTENDS = "fedavg"
@@ -35,6 +36,8 @@ SPEC = replace(
     title="one head for all extractors, as a weighted average",
     paper="Liang et al., Think Locally, Act Globally",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="each client's extractor and head",
     settings=LgFedAvgSettings,
     one_model=False,
 )

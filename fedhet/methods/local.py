@@ -7,6 +7,7 @@ SPEC = MethodSpec(
     paper="no paper",
     needs_task="loss",
     headline="common",
+    paper_model="no paper; each client's model",
     late="averaged",
     any_model="loss",
     privacy=Protection("DP-SGD; clients send only scores on a shared test set"),

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from fedhet.algorithms import MIN_SCALE
 from fedhet.methods import fedavg
-from fedhet.methods.spec import Protection, Sums, model_shapes
+from fedhet.methods.spec import OWN_MODEL, Protection, Sums, model_shapes
 from fedhet.settings.schema import Count, NonNegative
 from fedhet.wire.contract import Contract, Sizes, Sum, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -39,6 +39,8 @@ SPEC = replace(
     title="personal Gaussian weight distributions close to a shared distribution",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="each client's personal model; the averaged model is the kind `global`",
     needs_task="likelihood",
     only_tasks="the loss must be a negative log-likelihood",
     settings=PFedBayesSettings,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import Protection
+from fedhet.methods.spec import OWN_MODEL, Protection
 from fedhet.settings.schema import Count, Positive
 
 
@@ -27,6 +27,8 @@ SPEC = replace(
     title="personal models kept close to local copies of the averaged model",
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
+    deployed=OWN_MODEL,
+    paper_model="each client's personal model; the averaged model is the kind `global`",
     settings=PFedMeSettings,
     privacy=Protection(unsupported="clients take several steps on each batch"),
 )

@@ -106,6 +106,14 @@ class Protection:
     """Reason for the required values in `needs`, as shown to users."""
 
 
+ENSEMBLE = "ensemble"
+"""Kind of the model that averages the predictions of several models of a client."""
+OWN_MODEL = {"personal": "private", "common": "private"}
+"""Value of `MethodSpec.deployed` for a method whose result is each client's own model."""
+AVERAGED_MODEL = {"personal": "global", "common": "global"}
+"""Value of `MethodSpec.deployed` for a method whose result is an averaged model."""
+Protocol = Literal["personal", "common"]
+"""Test set of a score: each client's own test split, or the test set common to all clients."""
 Late = Literal["averaged", "kept", "refused"]
 UNDECLARED = Protection(unsupported="the method does not declare how noise would be added")
 DP_SGD = Protection("DP-SGD; clients send the resulting weights")
@@ -160,8 +168,14 @@ class MethodSpec:
     """One-line description of the method."""
     paper: str
     """Authors and title of the paper, or "no paper"."""
-    headline: Literal["personal", "common"]
+    headline: Protocol
     """Evaluation protocol of the method's headline number."""
+    deployed: Mapping[str, str] = field(default_factory=lambda: OWN_MODEL)
+    """Kind of the model that a user of the method deploys, by protocol. The scores of this kind
+    represent the method (see `fedhet.runs.records.Headline`). The kind "server" may be a model that
+    only the server evaluates."""
+    paper_model: str = ""
+    """Model that the paper evaluates, and the reason if `deployed` differs, as shown to users."""
     settings: type[MethodSettings] = MethodSettings
     """Settings of the method, available as `self.settings` in the strategy and in the client."""
     instructions: Contract = EMPTY
@@ -175,6 +189,8 @@ class MethodSpec:
     """Titles of the metrics that the method records, in addition to `COMMON_METRICS`."""
     kinds: tuple[str, ...] = ("private",)
     """Kinds of models that the clients evaluate."""
+    ensemble: tuple[str, ...] = ()
+    """Kinds of the client's models whose predictions are averaged as the kind "ensemble"."""
     needs_task: str = CLASSES
     """Property that a task must have, as in `Task.properties`: "loss" if the method needs only the
     loss and the divergence of a task, "classes", "likelihood", or the name of a task."""
@@ -243,6 +259,7 @@ class MethodSpec:
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
+        require(self, deployed=Mapping, paper_model=str, ensemble=tuple)
         require(self, needs_task=str, only_tasks=str, any_model=str)
         require(self, with_classes=Mapping, without_classes=Mapping)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
@@ -257,11 +274,26 @@ class MethodSpec:
         for name in ("sizes", "check_model"):
             if not callable(value := getattr(self, name)):
                 raise TypeError(f"MethodSpec: '{name}' must be a function, got {value!r}")
-        for name, choices in (("headline", ("personal", "common")), ("late", get_args(Late))):
+        for name, choices in (("headline", get_args(Protocol)), ("late", get_args(Late))):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(
                     f"MethodSpec: '{name}' must be one of {', '.join(choices)}, got {value!r}"
                 )
+        if {*self.deployed} != {*get_args(Protocol)}:
+            raise ValueError(
+                "MethodSpec: 'deployed' must have the keys personal and common, got "
+                f"{', '.join(self.deployed) or 'none'}"
+            )
+        for kind in self.deployed.values():
+            if kind not in (known := (*self.kinds, "server")):
+                raise ValueError(
+                    f"MethodSpec: 'deployed' must contain kinds in {', '.join(known)}, got {kind!r}"
+                )
+        if bool(self.ensemble) != (ENSEMBLE in self.kinds):
+            raise ValueError(
+                f"MethodSpec: 'ensemble' and the kind '{ENSEMBLE}' in 'kinds' must be declared "
+                "together"
+            )
 
     @property
     def offered_kind(self) -> str:

@@ -75,6 +75,7 @@ SPEC = MethodSpec(
     title="personalized semi-supervised learning with helpers selected by uncertainty",
     paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
     headline="personal",
+    paper_model="each client's personalized model",
     late="kept",
     only_tasks="its pseudo-labels are classes",
     settings=UmPfsslSettings,

@@ -51,6 +51,7 @@ def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
 SPEC = replace(
     felo.SPEC,
     title="Felo with synthetic features from a conditional VAE on the server",
+    paper_model="as in Felo, the averaged weights of the client's architecture",
     settings=VeloSettings,
     sizes=velo_sizes,
     defenses=CHOOSING,

@@ -26,6 +26,8 @@ from fedhet.settings.text import as_text
 
 Column = tuple[str, str]
 """A protocol and a kind of model."""
+HEADLINE = "headline"
+"""Kind in a column that contains the headline score of each method, whose kinds differ."""
 BASELINE = "local"
 """Default baseline method, if it is among the runs."""
 MIN_STANDARD_ERRORS = 2.0
@@ -82,20 +84,31 @@ class Group:
         """Seeds of the runs in the group."""
         return tuple(run.seed for run in self.runs)
 
+    def resolved(self, column: Column) -> Column:
+        """Replace the kind `HEADLINE` with the kind of the method's headline score."""
+        protocol, kind = column
+        if kind == HEADLINE:
+            kind = next((run.kinds(protocol)[0] for run in self.runs if run.kinds(protocol)), "")
+        return protocol, kind
+
     def score(self, column: Column) -> Spread:
         """Return the mean and std, over runs, of the mean score in the last round."""
+        column = self.resolved(column)
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def tail(self, column: Column) -> Spread:
         """Return the mean and std, over runs, of the mean score in the last fifth of the rounds."""
+        column = self.resolved(column)
         return Spread.of(run.tail(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
         """Return the mean and std, over runs, of the worst client's score in the last round."""
+        column = self.resolved(column)
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
         """Return the runs' mean scores by seed; `of` is `Run.last` or `Run.tail`."""
+        column = self.resolved(column)
         means = {run.seed: of(run, *column).mean for run in self.runs if run.seed is not None}
         return pd.Series(means, dtype=float)
 
@@ -105,6 +118,7 @@ class Group:
 
     def curve(self, column: Column) -> pd.DataFrame:
         """Return the mean and std of the score in each round, and the mean cumulative costs."""
+        column = self.resolved(column)
         curve = over_seeds([run.curve(*column)["mean"] for run in self.runs])
         for cost in ("bytes", "epsilon", "clock"):
             mean = over_seeds([run.costs[cost] for run in self.runs])["mean"]
@@ -314,6 +328,12 @@ class Comparison:
         """Protocol and kind of the score that determines the order of the groups."""
         return self.columns[0]
 
+    @property
+    def models(self) -> str:
+        """Description of the models in the headline column."""
+        kind = self.headline[1]
+        return "each method's headline models" if kind == HEADLINE else f"the {kind} models"
+
     def to_target(self, group: Group, cost: str) -> Spread:
         """Return the cumulative cost at which the runs in a group first reached the target.
 
@@ -323,7 +343,7 @@ class Comparison:
         sign = -1 if self.metric.lower_is_better else 1
         costs = []
         for run in group.runs:
-            means = run.curve(*self.headline)["mean"]
+            means = run.curve(*group.resolved(self.headline))["mean"]
             reached = means.index[sign * means >= sign * self.target]
             costs.append(float(run.costs[cost][reached[0]]) if len(reached) else NAN)
         return Spread.of(costs)
@@ -366,7 +386,8 @@ def compare(
         dirs: Run directories, or directories up to two levels above run directories.
         target: Score for the bytes-to-target column. For metrics that are fractions, a value above
             1 is a percentage. The default is 90 % of the lowest last score, which all runs reach.
-        kind: Kind of model whose score determines the groups' order; the default is `private`.
+        kind: Kind of model whose score determines the groups' order. The default is the kind that
+            each method declares as its headline, so that the groups may have different kinds.
         protocol: Test set for this score; the default is the headline protocol of most runs.
         figures: Comma-separated method metrics to plot over rounds.
         against: Baseline for the paired differences; see `pair_groups`.
@@ -449,7 +470,9 @@ def choose_target(
         bound = "110 % of the highest" if metric.lower_is_better else "90 % of the lowest"
         above = f" above {metric.lowest:g}" if metric.lowest not in (0, -MAX_ERROR) else ""
         basis = f"{bound} {metric.title}{above}, reached by all runs"
-        last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
+        last = pd.Series(
+            [run.last(*group.resolved(column)).mean for group in groups for run in group.runs]
+        )
         if not last.count():
             target = metric.lowest
         elif metric.lower_is_better:
@@ -474,9 +497,10 @@ def choose_columns(
 ) -> tuple[Column, ...]:
     """Return all columns of the groups, with the comparison's headline column first.
 
-    The default kind is `private`. The default protocol is the headline protocol of most groups;
-    ties are broken by the number of evaluated groups, and then in favor of `common`. Raises
-    StateError if no group was evaluated, and SettingsError if the kind or protocol is unknown.
+    By default, the headline column has the headline kind of each group, or the kind `HEADLINE` if
+    these kinds differ. The default protocol is the headline protocol of most groups; ties are
+    broken by the number of evaluated groups, and then in favor of `common`. Raises StateError if no
+    group was evaluated, and SettingsError if the kind or protocol is unknown.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
@@ -494,7 +518,13 @@ def choose_columns(
         order = (-headline, -evaluated, position(column_protocol, list(TEST_SETS)))
         return column not in preferred, order, position(column_kind, KINDS)
 
-    return tuple(sorted(columns, key=rank))
+    ordered = sorted(columns, key=rank)
+    if kind is None:
+        chosen = ordered[0][0]
+        kinds = {group.resolved((chosen, HEADLINE))[1] for group in groups} - {""}
+        first = (chosen, kinds.pop() if len(kinds) == 1 else HEADLINE)
+        ordered = [first, *(column for column in ordered if column != first)]
+    return tuple(ordered)
 
 
 def _check(name: str, value: str | None, available: set[str], test_set: str = "") -> None:
@@ -530,8 +560,9 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
         notes.append("The groups have different seeds.")
     missing = [group.label for group in groups if group.score(column).n == 0]
     if missing:
+        models = "models" if column[1] == HEADLINE else f"{column[1]} models"
         notes.append(
-            f"Last, because their {column[1]} models were not evaluated {where(column[0])}: "
+            f"Last, because their {models} were not evaluated {where(column[0])}: "
             f"{', '.join(missing)}."
         )
     for name in sorted({group.runs[0].headline for group in groups} - {"", column[0]}):
@@ -558,9 +589,11 @@ def pair_groups(
     """
     baselines, baseline_column = _baselines(groups, column, against)
     pairs = []
+    compared, against_column = column, baseline_column
     for group in groups:
         settings = set(group.settings.items())
         baseline = max(baselines, key=lambda each: len(settings & set(each.settings.items())))
+        column, baseline_column = group.resolved(compared), baseline.resolved(against_column)
         if baseline is group and (baseline_column == column or not group.score(column).n):
             continue
         last = tail = Difference()

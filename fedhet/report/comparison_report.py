@@ -15,7 +15,16 @@ from pydantic_core import to_json
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.report import style
-from fedhet.report.comparison import TESTS, Comparison, Difference, Group, Spread, compare
+from fedhet.report.comparison import (
+    HEADLINE,
+    TESTS,
+    Column,
+    Comparison,
+    Difference,
+    Group,
+    Spread,
+    compare,
+)
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, where
 from fedhet.report.style import Drawing
@@ -51,6 +60,8 @@ PAIRED = (
     "Paired differences: mean ± standard error over the n shared seeds. "
     f"{MARK}: more than two standard errors from zero."
 )
+WORDS = ("run", "dataset", "model")
+"""Columns of a comparison's table that contain text."""
 MAX_COLUMNS = 6
 """Maximum number of columns that fit into the text width of a paper."""
 
@@ -131,7 +142,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
     shown = [*following[:1], *following[1:][-1:]]
     for name, (other, spread) in zip(["next", last], shown, strict=False):
         hero[name] = f"{other}, {score(abs(best.mean - spread.mean), metric.name)} {worse}"
-    protocol, kind = comparison.headline
+    protocol, kind = groups[0].resolved(comparison.headline)
     of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
     # Omit empty columns, and the column `dataset` if all groups have the same dataset.
     cells = comparison_cells(comparison).columns
@@ -151,7 +162,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         groups=groups,
         datasets=sorted({group.dataset for group in groups}),
         hero={"value": score(best.mean, metric.name), "description": of, **hero},
-        table=Cells(kept, words=sum(header in ("run", "dataset") for header in kept)),
+        table=Cells(kept, words=sum(header in WORDS for header in kept)),
         paired=paired_cells(comparison),
         paired_basis=paired_legend(comparison),
         plots=[panel.chart() for panel in panels],
@@ -183,7 +194,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
     def scores(group: Group) -> dict[str, dict[str, object]]:
         by_protocol: dict[str, dict[str, object]] = {}
         for column in comparison.columns:
-            if (spread := group.score(column)).n:
+            if column[1] != HEADLINE and (spread := group.score(column)).n:
                 extra = {"tail": asdict(group.tail(column)), "worst": asdict(group.worst(column))}
                 by_protocol.setdefault(column[0], {})[column[1]] = asdict(spread) | extra
         return by_protocol
@@ -192,6 +203,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
     groups = [
         {
             "label": group.label, "method": group.method, "dataset": group.dataset,
+            "headline_kind": group.resolved(comparison.headline)[1],
             "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
             "finished": group.finished, "runs": [path_text(run.path) for run in group.runs],
             "settings": dict(group.settings),
@@ -248,6 +260,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
     columns = {
         "run": [Cell(name) for name in names],
         "dataset": [Cell(printable(group.dataset)) for group in groups],
+        "model": [Cell(printable(group.resolved(headline)[1] or ABSENT)) for group in groups],
         "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
     }
     for column in comparison.columns:
@@ -265,7 +278,9 @@ def comparison_cells(comparison: Comparison) -> Cells:
     columns["time"] = totals("seconds", human_seconds)
     columns["start"] = totals("start", human_seconds)
     columns["per round"] = totals("seconds_a_round", human_seconds)
-    return Cells(columns, words=2)
+    if headline[1] != HEADLINE:  # The header of the column names the kind of all models.
+        del columns["model"]
+    return Cells(columns, words=2 + ("model" in columns))
 
 
 def paired_cells(comparison: Comparison) -> Cells | None:
@@ -286,13 +301,15 @@ def paired_cells(comparison: Comparison) -> Cells | None:
             for d, absent in values
         ]
 
-    against = [  # Name the baseline's kind of model if it differs from the group's kind.
-        pair.baseline.label
-        + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
-        for pair in pairs
-    ]
+    # Name the kinds of models unless all groups and baselines have the same kind.
+    differ = len({column for pair in pairs for column in (pair.column, pair.baseline_column)}) > 1
+
+    def named(group: Group, column: Column) -> str:
+        return f"{group.label} ({column[1]})" if differ else group.label
+
+    against = [named(pair.baseline, pair.baseline_column) for pair in pairs]
     columns = {
-        "run": [Cell(printable(pair.group.label)) for pair in pairs],
+        "run": [Cell(printable(named(pair.group, pair.column))) for pair in pairs],
         "against": [Cell(printable(label)) for label in against],
         "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
         "last round": differences([(pair.last, pair.fault) for pair in pairs]),
@@ -338,12 +355,12 @@ def comparison_latex(comparison: Comparison) -> str:
     columns = comparison_cells(comparison).columns
     headline, *others = [" ".join(column) for column in comparison.columns]
     several = len({group.dataset for group in comparison.groups}) > 1
-    labels = ["run", "dataset"] if several else ["run"]
+    labels = [header for header in WORDS if header in columns and (header != "dataset" or several)]
     costs = ("bytes up", "bytes down")
     preferred = [*labels, headline, "epsilon", "worst client", *costs, *others, "tail"]
     chosen = [header for header in preferred if header in columns][:MAX_COLUMNS]
     kept = Cells({h: columns[h] for h in columns if h in chosen}, words=len(labels))
-    omitted = [header for header in columns if header not in (*chosen, "run", "dataset")]
+    omitted = [header for header in columns if header not in (*chosen, *WORDS)]
     notes = f"% Columns only in compare.json: {', '.join(omitted)}\n" if omitted else ""
     sign = -1 if comparison.metric.lower_is_better else 1
     scores = [
@@ -412,7 +429,8 @@ def _by_round(ax: Axes, comparison: Comparison) -> None:
     style.panel(ax, unit=style.unit_of(comparison.metric))
     band = "; band: ± std over seeds" if comparison.has_seeds else ""
     protocol, kind = comparison.headline
-    title = f"{comparison.title}: {kind} model, {TEST_SETS.get(protocol, protocol)}"
+    models = "each method's headline model" if kind == HEADLINE else f"{kind} model"
+    title = f"{comparison.title}: {models}, {TEST_SETS.get(protocol, protocol)}"
     note = f"dotted: {comparison.target_label}{band}"
     style.over_rounds(ax, rounds, title + _best(comparison), note)
 
@@ -467,7 +485,8 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
     names, column = _names(comparison), comparison.headline
     for row, (group, name) in enumerate(zip(comparison.groups, names, strict=True)):
         color, mark = style.mark(row)
-        means, spread = [run.last(*column).mean for run in group.runs], group.score(column)
+        means = [run.last(*group.resolved(column)).mean for run in group.runs]
+        spread = group.score(column)
         if math.isfinite(spread.std):
             low, high = spread.mean - spread.std, spread.mean + spread.std
             line = ax.hlines(row, low, high, color=color, linewidth=5, alpha=0.25)

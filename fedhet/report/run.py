@@ -26,9 +26,9 @@ from fedhet.runs.measures import Tail, tail_of
 from fedhet.runs.records import (
     HELD_OUT,
     HELD_OUT_EPOCH,
-    KINDS,
     NAN,
     OWN_DATA,
+    Headline,
     Origin,
     Partition,
     Ratio,
@@ -36,7 +36,7 @@ from fedhet.runs.records import (
     Score,
     Summary,
 )
-from fedhet.runs.units import natural, position
+from fedhet.runs.units import natural
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
 """Names of the test sets, by protocol."""
@@ -150,11 +150,17 @@ class Run:
         return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
     @cached_property
+    def declared_headline(self) -> Headline:
+        """Headline that the method declares, or that the run has recorded for a custom method."""
+        if self.method in shipped_names():  # Do not import a user's method.
+            return Headline.of(find_method(self.method).spec)
+        return self.origin.headline or Headline()
+
+    @cached_property
     def protocols(self) -> tuple[str, ...]:
         """Evaluated protocols, with the headline protocol first."""
-        headline = self.summary.headline if self.summary else self.settings.get("headline")
         evaluated = [name for name, kinds in self.scores.items() if kinds]
-        return tuple(sorted(evaluated, key=lambda name: position(name, [headline, *TEST_SETS])))
+        return self.declared_headline.ordered_protocols(evaluated)
 
     @property
     def headline(self) -> str:
@@ -162,9 +168,8 @@ class Run:
         return next(iter(self.protocols), "")
 
     def kinds(self, protocol: str) -> tuple[str, ...]:
-        """Return the kinds of models evaluated under a protocol, with `private` first."""
-        kinds = self.scores.get(protocol, {})
-        return tuple(sorted(kinds, key=lambda name: position(name, KINDS)))
+        """Return the kinds of models evaluated under a protocol, with the headline kind first."""
+        return self.declared_headline.ordered_kinds(protocol, self.scores.get(protocol, {}))
 
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
@@ -205,9 +210,8 @@ class Run:
         """Protocol and kind of the baseline's score to compare with the headline score."""
         if self.baseline is None or not self.columns:
             return None
-        (protocol, kind), available = self.columns[0], self.baseline.columns
-        candidates = (protocol, kind), (protocol, "private")
-        return next((each for each in candidates if each in available), None)
+        protocol = self.headline
+        return next(((protocol, kind) for kind in self.baseline.kinds(protocol)), None)
 
     def client_count(self, protocol: str, kind: str) -> str:
         """Format the number of clients in a mean score, e.g. "2 of 3", or "" for a server model."""

@@ -30,8 +30,8 @@ from fedhet.base.disk import (
 from fedhet.base.errors import StateError, error_reason
 from fedhet.base.metrics import metric_of
 from fedhet.config.sources import read_toml
-from fedhet.runs.measures import headline_mean
-from fedhet.runs.records import Origin, RoundRecord, Summary
+from fedhet.runs.measures import headline_means
+from fedhet.runs.records import Headline, Origin, RoundRecord, Summary
 from fedhet.settings.run import ENDS, PLACE, where_it_ran
 from fedhet.wire.identity import is_name
 
@@ -282,14 +282,13 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
     """
     rounds, patience = config.run.rounds, config.run.early_stopping
     best, waited = -math.inf, 0
-    for record in records if patience else ():
-        mean = headline_mean(record, config.method.spec.headline)
-        if mean is None:
-            continue
-        mean = -mean if metric_of(record.metric).lower_is_better else mean
-        best, waited = (mean, 0) if mean > best else (best, waited + 1)
+    lower = any(metric_of(record.metric).lower_is_better for record in records)
+    means = headline_means(records, Headline.of(config.method.spec)) if patience else {}
+    for number, mean in means.items():
+        value = -mean if lower else mean
+        best, waited = (value, 0) if value > best else (best, waited + 1)
         if waited >= patience:
-            return min(record.round + 1, rounds)
+            return min(number + 1, rounds)
     return rounds
 
 

@@ -125,7 +125,7 @@ class LiveDisplay:
         heading = _truncated(self._label + run.status.title, "bold")
         lines: list[RenderableType] = [heading, self._bar, _truncated(now)]
         if run.last:
-            lines.append(_truncated(accuracies_of(run.last, run.protocol), "cyan"))
+            lines.append(_truncated(accuracies_of(run.last, run.headline), "cyan"))
             start = "mean by round:"
             fitting = max(1, (width - len(start)) // len(" 0.000"))
             means = (f"{mean:.3f}" for mean in run.means[-min(TRACE, fitting) :])
@@ -143,7 +143,10 @@ class LiveDisplay:
         table.add_column("client", no_wrap=True, max_width=24)
         table.add_column("model", no_wrap=True, max_width=18)
         table.add_column("state", no_wrap=True)
-        for name in (run.metric.title, "train loss", "seconds"):
+        # The summary above names the headline kind, so name only another kind here.
+        is_headline = not run.client_kind or run.status.headline.endswith(f", {run.client_kind}")
+        of_kind = "" if is_headline else f" ({run.client_kind})"
+        for name in (f"{run.metric.title}{of_kind}", "train loss", "seconds"):
             table.add_column(name, justify="right", no_wrap=True)
         rows = max(MIN_ROWS, max_lines - 1)
         num_clients = len(run.clients)
@@ -251,7 +254,7 @@ def notebook_display() -> Progress:
 def html_of(progress: Progress) -> str:
     """Return HTML with a progress bar, the last accuracy, and notices, with all text escaped."""
     record, done = progress.ended, progress.ended.round if progress.ended else 0
-    latest = f"round {done}: {accuracies_of(record, progress.protocol)}" if record else ""
+    latest = f"round {done}: {accuracies_of(record, progress.headline)}" if record else ""
     if not latest and progress.status.round:
         latest = f"round {progress.status.round}: {plural(progress.asked, 'client')} training"
     if progress.summary:

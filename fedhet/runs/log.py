@@ -57,6 +57,7 @@ from fedhet.runs.records import (
     MAX_BYTES,
     OWN_DATA,
     ConsumedBudget,
+    Headline,
     Origin,
     Partition,
     PastRound,
@@ -146,7 +147,7 @@ class RunLog:
         """Clients sampled in this round that have not started to train."""
         self._queue_lock = threading.Lock()
         """Lock for `_queue`, because clients reply in several threads."""
-        self._origin = Origin(deployed=deployed)
+        self._origin = Origin(deployed=deployed, headline=Headline.of(config.method.spec))
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
         self._begun = time.perf_counter() if begun is None else begun
@@ -187,8 +188,8 @@ class RunLog:
         """Resume the run after the last round with a valid record and checkpoint."""
         origin = read_validated(self.directory / "run.json", Origin)
         name = read_run_name(self.directory)
-        changes = {"run": name, "deployed": self._origin.deployed, "fault": ""}
-        self._origin = origin.model_copy(update=changes)
+        current = {"deployed": self._origin.deployed, "headline": self._origin.headline}
+        self._origin = origin.model_copy(update={**current, "run": name, "fault": ""})
         self._write_origin()
         metrics = self.directory / "metrics.jsonl"
         records = read_records(metrics)[0] if metrics.exists() else []
@@ -221,7 +222,7 @@ class RunLog:
         The entry contains the round with the best headline score so far, or 0 if no round was
         evaluated. Without `keep-best`, the result is empty.
         """
-        best = best_round(self._history, self.config.method.spec.headline)
+        best = best_round(self._history, Headline.of(self.config.method.spec))
         return {"best": best} if self.config.run.keep_best else {}
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
@@ -382,11 +383,9 @@ class RunLog:
         history, last = self._history, self._history[-1] if self._history else RoundRecord(0)
         total = self._earlier + time.perf_counter() - self._begun
         scores = final_scores(history)
-        headline: str = self.config.method.spec.headline
+        headline = Headline.of(self.config.method.spec)
         evaluated = last.scores.get(last.metric, {})
-        # Without test samples for the headline protocol, use the other protocol.
-        if evaluated and headline not in evaluated:
-            headline = min(evaluated)
+        protocol, _ = headline.column(evaluated) or (headline.protocol, "")
         partition = None
         with contextlib.suppress(StateError):  # A damaged file must not prevent the summary.
             partition = read_if_exists(self.directory / "partition.json", Partition)
@@ -400,7 +399,12 @@ class RunLog:
             owners=partition.owners if partition else {},
             training=self.training,
             test_samples=partition.test_samples if partition else {},
-            headline=headline,
+            headline=protocol,
+            headline_kinds={
+                name: headline.ordered_kinds(name, kinds)[0]
+                for name, kinds in evaluated.items()
+                if kinds
+            },
             metric="" if last.metric == ACCURACY else last.metric,
             accuracy=scores.pop(ACCURACY, {}),
             relative=last.relative,

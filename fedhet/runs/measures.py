@@ -23,18 +23,17 @@ import numpy as np
 from fedhet.base.errors import KnowledgeError, nearest, safe_repr
 from fedhet.base.metrics import ACCURACY, MIN_ACCURACY, metric_of
 from fedhet.runs.records import (
-    KINDS,
     NAN,
     PROTOCOLS,
     ByPlace,
     FinalScore,
     FinalScores,
+    Headline,
     Ratio,
     RoundRecord,
     Score,
     Scores,
 )
-from fedhet.runs.units import position
 
 if TYPE_CHECKING:
     from fedhet.learning.training import Evaluation
@@ -248,29 +247,38 @@ def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Rati
     return statistics
 
 
-def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[str, Score]]:
-    """Return the protocol to show, and its scores by kind of model, private models first.
+def shown_scores(record: RoundRecord, headline: Headline) -> tuple[str, dict[str, Score]]:
+    """Return the protocol to show, and its scores by kind of model, the headline kind first.
 
-    Falls back to another protocol if `protocol` was not evaluated. The scores are empty if no
-    protocol was evaluated.
+    The scores are empty if the round was not evaluated.
     """
-    scores = record.scores.get(record.metric, {}) if record else {}
-    shown = next((p for p in (protocol, *PROTOCOLS) if scores.get(p)), protocol)
-    kinds = scores.get(shown, {})
-    order = sorted(kinds, key=lambda kind: (kind == "local", position(kind, KINDS)))
-    return shown, {kind: kinds[kind] for kind in order}
+    scores = record.scores.get(record.metric, {})
+    if (column := headline.column(scores)) is None:
+        return headline.protocol, {}
+    kinds = scores[column[0]]
+    return column[0], {kind: kinds[kind] for kind in headline.ordered_kinds(column[0], kinds)}
 
 
-def headline_mean(record: RoundRecord, protocol: str) -> float | None:
-    """Return the headline score of a round, or None if the round was not evaluated."""
-    _, kinds = shown_scores(record, protocol)
-    return next((score.mean for score in kinds.values()), None)
+def headline_means(records: Sequence[RoundRecord], headline: Headline) -> dict[int, float]:
+    """Return the headline score in each round in which it was evaluated.
+
+    The scores of all rounds have the same protocol and kind. A kind that was not evaluated in some
+    rounds, such as an average that does not exist yet, is not replaced in these rounds.
+    """
+    evaluated: dict[str, set[str]] = {}
+    for record in records:
+        for protocol, kind, _ in record.each(record.metric):
+            evaluated.setdefault(protocol, set()).add(kind)
+    if (column := headline.column(evaluated)) is None:
+        return {}
+    scores = {record.round: record.score(record.metric, *column) for record in records}
+    return {number: score.mean for number, score in scores.items() if score is not None}
 
 
-def best_round(records: Sequence[RoundRecord], protocol: str) -> int:
+def best_round(records: Sequence[RoundRecord], headline: Headline) -> int:
     """Return the first round with the best headline score, or 0 if no round was evaluated."""
-    means = {record.round: headline_mean(record, protocol) for record in records}
-    valid = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
+    means = headline_means(records, headline)
+    valid = {number: mean for number, mean in means.items() if not math.isnan(mean)}
     lower = any(metric_of(record.metric).lower_is_better for record in records)
     best = min if lower else max
     return best(valid, key=lambda number: valid[number], default=0)

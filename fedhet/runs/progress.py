@@ -28,8 +28,18 @@ from fedhet.base.metrics import ACCURACY, metric_of
 from fedhet.config.resolve import Config
 from fedhet.runs.directory import is_locked, read_if_exists
 from fedhet.runs.log import Watcher
-from fedhet.runs.measures import headline_mean, shown_scores
-from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecord, Summary, Text
+from fedhet.runs.measures import shown_scores
+from fedhet.runs.records import (
+    LARGEST,
+    NAN,
+    READING,
+    Headline,
+    Number,
+    Round,
+    RoundRecord,
+    Summary,
+    Text,
+)
 from fedhet.runs.units import (
     human_bytes,
     human_seconds,
@@ -112,7 +122,9 @@ class Status(BaseModel):
     bytes: Number = Field(default=0.0, ge=0)
     """Total size of training messages in the rounds that have ended, in bytes."""
     mean: Number = NAN
-    """Mean score of the last evaluated round."""
+    """Mean headline score of the last evaluated round."""
+    headline: Text = ""
+    """Protocol and kind of the headline score, or "" before the first evaluation."""
     metric: Text = metric_of(ACCURACY).title
     """Title of the headline metric."""
     metric_name: Text = ACCURACY
@@ -140,7 +152,8 @@ class Status(BaseModel):
             return f"failed{where}: {self.fault}"
         parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
         if math.isfinite(self.mean):
-            parts.append(f"mean {self.metric} {score(self.mean, self.metric_name)}")
+            model = f" ({self.headline})" if self.headline else ""
+            parts.append(f"mean {self.metric}{model} {score(self.mean, self.metric_name)}")
         parts.append(f"{human_bytes(self.bytes)} sent")
         if self.stage == "running" and math.isfinite(self.seconds_left):
             parts.append(time_left(self.seconds_left))
@@ -172,14 +185,16 @@ class Progress(Watcher):
         self.clients: dict[str, ClientStatus] = {}
         self.asked = 0
         """Number of clients sampled in this round."""
-        self.protocol = "common"
-        """Preferred protocol for the displayed scores."""
+        self.headline = Headline()
+        """Headline that the method declares."""
         self.ended: RoundRecord | None = None
         """Record of the last finished round, or None before the first round has finished."""
         self.last: RoundRecord | None = None
         """Last record with scores, or None before the first evaluation."""
-        self.means: list[float] = []
-        """Mean score in each evaluated round."""
+        self._means: dict[tuple[str, str], list[float]] = {}
+        """Mean scores in the evaluated rounds, by protocol and kind."""
+        self.client_kind = ""
+        """Kind of the models whose scores the clients' statuses contain."""
         self.metric = metric_of(ACCURACY)
         """Headline metric."""
         self.summary: Summary | None = None
@@ -209,7 +224,7 @@ class Progress(Watcher):
         self.status.title = f"{config.method.name} on {dataset}: {', '.join(counts)}"
         self.status.rounds, self.status.notices = config.run.rounds, []
         self.directory, self.method = directory, config.method.name
-        self.protocol = config.method.spec.headline
+        self.headline = Headline.of(config.method.spec)
         self.metric = metric_of(config.run.metrics[0])
         self.status.metric, self.status.metric_name = self.metric.title, self.metric.name
         self.clients = {
@@ -221,8 +236,9 @@ class Progress(Watcher):
     def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
         """Add the bytes and accuracies from the rounds before the run was resumed."""
         self._add_bytes(sum(record.bytes_up + record.bytes_down for record in records))
-        means = (headline_mean(record, self.protocol) for record in records)
-        self.means = [mean for mean in means if mean is not None]
+        self._means = {}
+        for record in records:
+            self._add_means(record)
 
     def run_failed(self, reason: str) -> None:
         """Set the reason for the failure of the run."""
@@ -276,12 +292,18 @@ class Progress(Watcher):
             self._change(name, state=State.DONE, began=NAN, line=line)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
-        for shown in list(shown_scores(record, self.protocol)[1].values())[:1]:
+        self._add_means(record)
+        _, shown = shown_scores(record, self.headline)
+        if shown:
             self.last = record
-            self.means.append(shown.mean)
-            for name, accuracy in shown.per_client.items():
-                self._change(name, accuracy=accuracy)
-        self._show(round_line(record, self.protocol))
+        for kind, each in shown.items():
+            # If only the server evaluates the headline kind, show the clients' next kind.
+            if each.per_client.keys() & self.clients.keys():
+                self.client_kind = kind
+                for name, accuracy in each.per_client.items():
+                    self._change(name, accuracy=accuracy)
+                break
+        self._show(round_line(record, self.headline))
 
     def notice(self, text: str) -> None:
         """Add a notice for the user."""
@@ -292,6 +314,11 @@ class Progress(Watcher):
         """Set the summary of the run."""
         self.summary = summary
         self._show(duration(summary))
+
+    def _add_means(self, record: RoundRecord) -> None:
+        for protocol, kind, each in record.each(record.metric):
+            self._means.setdefault((protocol, kind), []).append(each.mean)
+        self.status.headline = ", ".join(self._column or ())
 
     # Queries for displays.
 
@@ -308,6 +335,19 @@ class Progress(Watcher):
             "updated": time.time(),
         }  # fmt: skip
         return self.status.model_copy(update=current)
+
+    @property
+    def _column(self) -> tuple[str, str] | None:
+        evaluated: dict[str, list[str]] = {}
+        for protocol, kind in self._means:
+            evaluated.setdefault(protocol, []).append(kind)
+        return self.headline.column(evaluated)
+
+    @property
+    def means(self) -> list[float]:
+        """Mean headline score in each round in which it was evaluated."""
+        column = self._column
+        return self._means[column] if column else []
 
     def _show(self, line: str) -> None:
         self._show_line(line)
@@ -397,7 +437,7 @@ def duration(summary: Summary) -> str:
     return f"{text}: {seconds.start:.1f} s to start, {fmean(rounds):.1f} s per round"
 
 
-def round_line(record: RoundRecord, protocol: str) -> str:
+def round_line(record: RoundRecord, headline: Headline) -> str:
     """Summarize a round in one line."""
     in_time = len(record.answered) - len(record.ages)
     replies = f"{in_time}/{len(record.asked)} clients"
@@ -407,24 +447,23 @@ def round_line(record: RoundRecord, protocol: str) -> str:
     clock = "" if math.isnan(record.clock) else f"{human_seconds(record.clock)} simulated  "
     epsilon = f"ε {max(record.epsilon.values()):.3g}  " if record.epsilon else ""
     return (
-        f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{epsilon}{replies}  "
+        f"round {record.round:>3}  {accuracies_of(record, headline)}  {loss}{epsilon}{replies}  "
         f"{sent}  {clock}{record.seconds.total:.1f} s"
     )
 
 
-def accuracies_of(record: RoundRecord, protocol: str) -> str:
+def accuracies_of(record: RoundRecord, headline: Headline) -> str:
     """Describe the score of each kind of model, with full statistics for the first kind.
 
     The kinds are in the order of `shown_scores`, which also selects the protocol.
     """
-    shown, kinds = shown_scores(record, protocol)
+    shown, kinds = shown_scores(record, headline)
     if not kinds:
         return "not evaluated"
     (kind, scores), *remaining = kinds.items()
-    label = shown if kind == "private" else f"{shown}, {kind}"
     metric, title = record.metric, metric_of(record.metric).title
     spread, worst = plus_minus(scores.mean, scores.std, metric=metric), score(scores.worst, metric)
-    text = f"{title} ({label}) {spread}, worst {worst}"
+    text = f"{title} ({shown}, {kind}) {spread}, worst {worst}"
     return "".join([text, *(f", {name} {score(each.mean, metric)}" for name, each in remaining)])
 
 

@@ -6,9 +6,9 @@ Unknown fields in a file are ignored. NaN is written as null, because JSON does 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import pydantic.dataclasses
 from pydantic import (
@@ -23,6 +23,10 @@ from pydantic import (
 
 from fedhet.base.errors import one_line
 from fedhet.base.metrics import ACCURACY
+from fedhet.runs.units import position
+
+if TYPE_CHECKING:
+    from fedhet.methods.spec import MethodSpec
 
 LARGEST = 1e18
 """Largest permitted number in a run's files. It exceeds any sum of values that clients may
@@ -37,7 +41,7 @@ PROTOCOLS = ("personal", "common")
 clients."""
 HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
 """Kinds of models offered to held-out clients: unchanged, and after one local epoch."""
-KINDS = ("private", "local", "proxy", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
+KINDS = ("private", "local", "proxy", "ensemble", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
 """Kinds of models; `local` is the private model before any exchange of knowledge."""
 MAX_ROUNDS = 1_000_000
 NAN = float("nan")
@@ -107,6 +111,45 @@ Loss = Annotated[
     PlainSerializer(lambda loss: loss.model_dump() if loss else {}),
 ]
 """Training losses, or None (written as {}) if no client reported a loss."""
+
+
+class Headline(BaseModel):
+    """Protocol and kinds of models whose scores represent a method.
+
+    All displays, comparisons and selections by score use `column`.
+    """
+
+    model_config = READING | ConfigDict(frozen=True)
+
+    protocol: Text = "common"
+    kinds: dict[Text, Text] = {}
+    """Kind of the deployed model, by protocol; the default is `private`."""
+
+    @classmethod
+    def of(cls, spec: MethodSpec) -> Self:
+        """Return the headline that a method declares."""
+        return cls(protocol=spec.headline, kinds=dict(spec.deployed))
+
+    def ordered_protocols(self, evaluated: Iterable[str]) -> tuple[str, ...]:
+        """Sort protocols, with the declared protocol first."""
+        order = [self.protocol, *reversed(PROTOCOLS)]
+        return tuple(sorted(evaluated, key=lambda name: position(name, order)))
+
+    def ordered_kinds(self, protocol: str, evaluated: Iterable[str]) -> tuple[str, ...]:
+        """Sort kinds of models, with the deployed model first and the initial model last."""
+        order = [self.kinds.get(protocol, "private"), *KINDS]
+        return tuple(sorted(evaluated, key=lambda kind: (kind == "local", position(kind, order))))
+
+    def column(self, evaluated: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
+        """Return the protocol and the kind of the headline score, or None without scores.
+
+        Args:
+            evaluated: Evaluated kinds, by protocol. If the declared protocol or the deployed model
+                was not evaluated, the next protocol or kind replaces it.
+        """
+        for protocol in self.ordered_protocols(name for name in evaluated if evaluated[name]):
+            return protocol, self.ordered_kinds(protocol, evaluated[protocol])[0]
+        return None
 
 
 class Seconds(BaseModel):
@@ -277,6 +320,8 @@ class Summary(BaseModel):
     "personal" is the sum over all clients."""
     headline: Text = ""
     """Protocol of the method's headline score."""
+    headline_kinds: dict[Text, Text] = {}
+    """Kind of the model to which the headline score belongs, by evaluated protocol."""
     metric: Text = ""
     """Headline metric, or "" for accuracy."""
     accuracy: FinalScores = {}
@@ -329,6 +374,8 @@ class Origin(BaseModel):
     """Class names, or empty if the server does not know them."""
     fault: Text = ""
     """Reason for the failure of the run, or "" if the run has not failed."""
+    headline: Headline | None = None
+    """Headline that the method declares."""
 
 
 class Partition(BaseModel):
