@@ -114,9 +114,10 @@ def finished(config: Config, folder: Path, *watchers: Watcher) -> fedhet.Result:
 
 
 def common(result: fedhet.Result) -> float:
-    """Return the mean accuracy of the clients' private models on the common test set."""
-    assert result.summary is not None
-    return result.summary.accuracy["common"]["private"].mean
+    """Return the mean accuracy of the headline models on the common test set."""
+    summary = result.summary
+    assert summary is not None
+    return summary.accuracy["common"][summary.headline_kinds["common"]].mean
 
 
 def methods(where: Where) -> None:
