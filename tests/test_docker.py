@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,43 @@ def test_a_container_has_no_rights_that_it_does_not_need(name):
 
 def test_the_network_has_no_way_out_and_is_the_only_one():
     assert read("compose.yaml")["networks"] == {"federation": {"internal": True}}
-    networks = {name: service.get("networks") for name, service in SERVICES.items()}
-    assert networks.pop("keys") is None
-    assert SERVICES["keys"]["network_mode"] == "none"
-    assert all(found == ["federation"] for found in networks.values())
+    places = {
+        name: service.get("networks") or service["network_mode"]
+        for name, service in SERVICES.items()
+    }
+    assert places == {
+        "keys": "none",
+        "register": "service:server",
+        "federation": "service:server",
+        **{name: ["federation"] for name in ("server", "site-0", "site-1", "site-2")},
+    }
+
+
+def test_no_site_reaches_the_control_api():
+    """The control API authenticates nobody, and a run may contain any code."""
+    command = SERVICES["server"]["command"]
+    assert [word for word in command if word.startswith("--host=")] == ["--host=127.0.0.1"]
+    inside = {n for n, each in SERVICES.items() if each.get("network_mode") == "service:server"}
+    assert inside == {"register", "federation"}
+    for name in inside:
+        words = " ".join(SERVICES[name]["command"])
+        assert "--server localhost:8000" in words
+    for name in ("site-0", "site-1", "site-2"):
+        assert not {"network_mode", "links"} & SERVICES[name].keys()
+        assert "8000" not in " ".join(SERVICES[name]["command"])
+
+
+def test_sites_run_only_apps_of_the_publisher_whose_key_no_other_container_has():
+    secrets = read("compose.yaml")["secrets"]
+    for name in ("site-0", "site-1", "site-2"):
+        words = SERVICES[name]["command"][-1].split()
+        (trusted,) = (b for a, b in pairwise(words) if a == "--trusted-entities")
+        assert Path(trusted).name in SERVICES[name]["secrets"]
+        assert secrets[Path(trusted).name]["file"].endswith("/run.publisher.yaml")
+    holders = [n for n, each in SERVICES.items() if "run.publisher.key" in each.get("secrets", [])]
+    assert holders == ["federation"]
+    assert "--sign /run/secrets/run.publisher.key" in SERVICES["federation"]["command"][-1]
+    assert "fedhet certs /secrets --publisher run" in SERVICES["keys"]["command"][-1]
 
 
 def test_what_serves_others_has_a_health_check():
@@ -202,8 +236,8 @@ def test_a_run_is_submitted_under_a_new_name_or_to_be_resumed(
 
 def test_the_servers_log_has_the_requests_that_failed_and_no_others():
     # uvicorn's own configuration, as Flower gives it, comes after the filter.
-    script = f"""
-import logging, logging.config, runpy
+    script = """
+import logging, logging.config
 import flwr.superlink.cli as cli
 from flwr.supercore.http_logging import get_uvicorn_log_config
 
@@ -215,7 +249,8 @@ def server():
     logging.getLogger("uvicorn.error").info("Uvicorn running")
 
 cli.flower_superlink = server
-runpy.run_path({str(DOCKER / "superlink.py")!r})
+from fedhet.deployment.processes import run_superlink
+run_superlink([])
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 from docutils.utils.math.latex2mathml import tex2mathml
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.cli import app
@@ -95,6 +97,10 @@ SETTINGS = {*RunSettings.fields()}.union(*(find_method(m).settings() for m in sh
 TABLES = {name.partition(".")[0] for name in SETTINGS if "." in name}
 
 
+FLOWERS = {"superlink": _parse_args_run_superlink, "supernode": _parse_args_run_supernode}
+"""Parsers of Flower's programs, to which these commands pass their options."""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_options_settings_and_benchmarks_of_a_page_exist(page):
     text = page.read_text()
@@ -102,6 +108,8 @@ def test_commands_options_settings_and_benchmarks_of_a_page_exist(page):
     scripts = "\n".join(re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL))
     for name, words in re.findall(r"\bfedhet ([a-z-]+)([^#&|\n]*)", scripts.replace("\\\n", " ")):
         options = {option for each in commands[name].params for option in each.opts}
+        if name in FLOWERS:
+            options |= {*FLOWERS[name]()._option_string_actions}
         used = {*re.findall(r"(?<=\s)--?[a-z][a-z-]*", words)}
         assert used <= options | {"--help"}, name
     named = {*re.findall(r"`([a-z-]+\.(?!py`)[a-z-]+)(?:=[^`]*)?`", text)}

@@ -43,8 +43,8 @@ def test_sound_keys_have_nothing_amiss(keys):
     ("spoil", "says"),
     [
         (
-            lambda keys: (keys / "server.key").chmod(0o640),
-            "server.key: can be read by other users (640)",
+            lambda keys: (keys / "server.key").chmod(0o644),
+            "server.key: can be read by other users (644)",
         ),
         (
             lambda keys: (keys / "nodes/site-a").chmod(0o604),

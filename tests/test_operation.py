@@ -4,6 +4,7 @@ import configparser
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from interruption import until
 
 from fedhet.config.resolve import resolve
 from fedhet.deployment import certs
+from fedhet.deployment.certs import read_publisher_key
 from fedhet.deployment.control import Connection, submit
 from fedhet.deployment.local import end_trees, free_port
 
@@ -55,22 +57,45 @@ def manifests():
 
 
 UNITS = {
-    "fedhet-server.service": ("flower-superlink", "--enable-supernode-auth", "fedhet-server"),
-    "fedhet-site@.service": ("flower-supernode", "--auth-supernode-private-key", "fedhet-site-a"),
+    "fedhet-server.service": ("superlink", "--enable-supernode-auth", "fedhet-server"),
+    "fedhet-site@.service": ("supernode", "--auth-supernode-private-key", "fedhet-site-a"),
 }
 
 
 @pytest.mark.parametrize("name", UNITS)
 def test_a_unit_starts_an_authenticated_process_without_rights(name):
     service = unit(name)["Service"]
-    program, authenticates, user = UNITS[name]
+    command, authenticates, user = UNITS[name]
     words = shlex.split(*service["ExecStart"])
-    assert words[0].endswith(f"/{program}")
-    assert not {"--insecure", "--host"} & {*words}
+    assert words[0].endswith("/fedhet")
+    assert words[1] == command
+    assert "--insecure" not in words
     assert authenticates in words
     assert (service["User"], service["UMask"]) == ([user], ["0077"])
     assert service["CapabilityBoundingSet"] == [""]
     assert service["ProtectSystem"] == ["strict"]
+
+
+def test_no_unit_opens_the_control_api_to_other_machines():
+    words = shlex.split(*unit("fedhet-server.service")["Service"]["ExecStart"])
+    opened = dict(pairwise(words))
+    assert (opened["--host"], opened["--port"]) == ("127.0.0.1", "8000")
+    assert opened["--fleet-api-address"].endswith(":9092")
+    assert words.count("--host") == 1
+
+
+def test_every_site_that_is_shipped_runs_only_signed_apps():
+    service = unit("fedhet-site@.service")["Service"]
+    words = shlex.split(*service["ExecStart"])
+    trusted = words[words.index("--trusted-entities") + 1]
+    assert trusted == "${CREDENTIALS_DIRECTORY}/publishers.yaml"
+    assert "publishers.yaml:/etc/fedhet/publishers.yaml" in service["LoadCredential"]
+    (container,) = pods()[1]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["fedhet", "supernode"]
+    assert "--trusted-entities=/keys/publishers.yaml" in container["command"]
+    assert "--from-file=publishers.yaml" in (OPERATION / "kubernetes/site.yaml").read_text()
+    (server,) = pods()[0]["spec"]["template"]["spec"]["containers"]
+    assert server["command"][:2] == ["fedhet", "superlink"], "Flower's server drops signatures"
 
 
 def test_no_two_units_share_a_user_and_none_reads_the_keys_of_another():
@@ -115,6 +140,8 @@ def test_a_run_between_processes_with_the_units_commands_and_environments(tmp_pa
     certs.make(keys, [], [], 30)
     certs.make_node_key(tmp_path / "etc/fedhet/site-a")
     (tmp_path / "etc/fedhet/ca.crt").write_bytes((keys / certs.CA_CERTIFICATE).read_bytes())
+    private, public = certs.make_publisher_key(tmp_path / "publisher", "lab")
+    (tmp_path / "etc/fedhet/publishers.yaml").write_bytes(public.read_bytes())
 
     def start(name):
         service, user = unit(name)["Service"], UNITS[name][2]
@@ -164,7 +191,8 @@ def test_a_run_between_processes_with_the_units_commands_and_environments(tmp_pa
         started.append(start("fedhet-site@.service"))
         config = small("local", clients=1, models=["mlp"], rounds=1, join_timeout=300.0)
         said = []
-        submit(resolve({**config.flat(), "out": "runs/first"}), connection, said.append)
+        placed, key = resolve({**config.flat(), "out": "runs/first"}), read_publisher_key(private)
+        submit(placed, connection, said.append, key)
     finally:
         end_trees([psutil.Process(each.pid) for each in started])
     assert (tmp_path / "var/lib/fedhet-server/runs/first/summary.json").exists(), "\n".join(said)
@@ -210,15 +238,38 @@ def test_a_pod_has_probes_of_what_it_serves(index):
             assert f"docker/{Path(script).name} " in DOCKERFILE.read_text()
 
 
+def by_kind(kind):
+    return [each["spec"] for each in manifests() if each["kind"] == kind]
+
+
 def test_the_control_api_has_no_service_and_policies_let_in_the_fleet_alone():
-    by_kind = {}
-    for each in manifests():
-        by_kind.setdefault(each["kind"], []).append(each["spec"])
-    (service,) = by_kind["Service"]
+    (service,) = by_kind("Service")
     assert [port["port"] for port in service["ports"]] == [9092]
     assert service["type"] == "LoadBalancer", "the sites are outside the cluster"
-    for policy in by_kind["NetworkPolicy"]:
+    for policy in by_kind("NetworkPolicy"):
         assert policy["policyTypes"] == ["Ingress", "Egress"]
         for rule in policy["ingress"]:
             assert [port["port"] for port in rule["ports"]] == [9092]
-    assert "--host=127.0.0.1" in pods()[0]["spec"]["template"]["spec"]["containers"][0]["command"]
+    (container,) = pods()[0]["spec"]["template"]["spec"]["containers"]
+    assert "--host=127.0.0.1" in container["command"]
+    assert [port["containerPort"] for port in container["ports"]] == [9092]
+
+
+def test_a_site_in_kubernetes_reaches_only_the_server_and_the_clusters_dns():
+    server, site = by_kind("NetworkPolicy")
+    assert server["egress"] == []
+    assert site["ingress"] == []
+    reached = {}
+    for rule in site["egress"]:
+        for port in rule["ports"]:
+            reached.setdefault((port["protocol"], port["port"]), []).append(rule["to"])
+    assert reached.keys() == {("TCP", 9092), ("UDP", 53), ("TCP", 53)}
+    # The example's address reaches nothing (RFC 5737), so an unset address is noticed.
+    assert reached["TCP", 9092] == [[{"ipBlock": {"cidr": "192.0.2.10/32"}}]]
+    (dns,), (same,) = reached["UDP", 53], reached["TCP", 53]
+    assert dns == same
+    (pods_of_dns,) = dns
+    assert pods_of_dns["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "kube-system"
+    }
+    assert pods_of_dns["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import stat
+import tempfile
 from math import ceil
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -153,9 +157,83 @@ def test_only_its_owner_reads_a_key(tmp_path):
     assert b"PRIVATE" not in shared.read_bytes()
     with pytest.raises(SettingsError, match="already exists"):
         write_key(tmp_path / "keys", "site-0")
-    private.chmod(0o640)
-    with pytest.raises(SettingsError, match=r"only its owner can read, got mode 640. Use `chmod"):
+    private.chmod(0o644)
+    rule = r"only its owner and this process's groups can read, got mode 644, .*\. Use `chmod 600"
+    with pytest.raises(SettingsError, match=rule):
         read_key(private)
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "accepted"),
+    [
+        (0o600, "self", "own", True),
+        (0o400, "self", "own", True),
+        (0o440, "root", "own", True),  # a secret in Kubernetes, with fsGroup
+        (0o640, "root", "own", True),  # a secret of Docker Compose
+        (0o440, "root", "root", True),  # a credential of systemd with an access control list
+        (0o440, "self", "own", True),
+        (0o440, "self", "root", True),
+        (0o440, "self", "other", False),
+        (0o440, "root", "other", False),
+        (0o440, "other", "own", False),
+        (0o660, "root", "own", False),
+        (0o620, "self", "own", False),
+        (0o650, "root", "own", False),
+        (0o444, "root", "own", False),
+        (0o604, "self", "own", False),
+        (0o602, "self", "own", False),
+        (0o601, "self", "own", False),
+    ],
+)
+def test_a_key_may_be_readable_by_a_group_of_the_process(
+    monkeypatch, tmp_path, mode, owner, group, accepted
+):
+    """The process runs as user 4001 with the groups 4001 and 10001."""
+    private, _ = write_key(tmp_path, "site-0")
+    monkeypatch.setattr(os, "geteuid", lambda: 4001)
+    monkeypatch.setattr(os, "getegid", lambda: 4001)
+    monkeypatch.setattr(os, "getgroups", lambda: [10001])
+    real = Path.stat
+
+    def seen(path, **options):
+        if path != private:
+            return real(path, **options)
+        user = {"self": 4001, "root": 0, "other": 4002}[owner]
+        members = {"own": 10001, "root": 0, "other": 4003}[group]
+        return os.stat_result((stat.S_IFREG | mode, 1, 1, 1, user, members, 1, 0, 0, 0))
+
+    monkeypatch.setattr(Path, "stat", seen)
+    if accepted:
+        assert read_key(private)
+        return
+    with pytest.raises(
+        SettingsError, match=rf"site-0\.peer\.key: .* got mode {mode:o}, "
+    ) as caught:
+        read_key(private)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_an_unprivileged_process_reads_the_key_that_a_container_runtime_mounts(tmp_path):
+    """The files are real: a key of root, in a group that the reader has."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folder is root's alone
+        Path(folder).chmod(0o755)
+        private = Path(folder) / "site-0.peer.key"
+        private.write_bytes(write_key(tmp_path, "site-0")[0].read_bytes())
+        results = []
+        for group, mode in ((10001, 0o440), (4001, 0o440), (4003, 0o440), (10001, 0o444)):
+            os.chown(private, 0, group)
+            private.chmod(mode)
+            if (child := os.fork()) == 0:
+                with contextlib.suppress(BaseException):
+                    os.setgroups([10001])
+                    os.setgid(4001)
+                    os.setuid(4001)
+                    read_key(private)
+                    os._exit(0)
+                os._exit(1)
+            results.append(os.waitpid(child, 0)[1] == 0)
+    assert results == [True, True, False, False]
 
 
 def test_a_file_without_a_key_of_the_right_kind_is_one_error(tmp_path):

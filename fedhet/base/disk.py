@@ -62,6 +62,35 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         return file.read(status.st_size)
 
 
+def is_secret(status: os.stat_result) -> bool:
+    """Return whether no other user can access a file.
+
+    A group may read the file if root or this process's user owns it, and if the group is root's or
+    one of this process's groups. Container runtimes provide keys with these modes.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & 0o077:
+        return True
+    is_owned = status.st_uid in (0, os.geteuid())
+    is_member = status.st_gid in (0, os.getegid(), *os.getgroups())
+    return not mode & 0o037 and is_owned and is_member
+
+
+def check_secret(path: Path) -> None:
+    """Check that no other user can access a key. Raises SettingsError, or OSError if it is absent.
+
+    `is_secret` states the rule.
+    """
+    status = path.stat()
+    if not is_secret(status):
+        mode = stat.S_IMODE(status.st_mode)
+        found = f"mode {mode:o}, user {status.st_uid}, group {status.st_gid}"
+        raise SettingsError(
+            f"{path}: expected a file that only its owner and this process's groups can read, got "
+            f"{found}. Use `chmod 600 {path}`."
+        )
+
+
 def check_mappable(path: Path) -> None:
     """Check that a file can be mapped into memory.
 

@@ -102,6 +102,10 @@ app.command("doctor", cls=Command)(deploy.doctor_command)
 app.command("register", cls=Command)(deploy.register_command)
 app.command("sites", cls=Command)(deploy.sites_command)
 app.command("submit", cls=Command)(deploy.submit_command)
+# Flower parses the options of its own programs.
+passed_on = {"ignore_unknown_options": True}
+app.command("superlink", cls=Command, context_settings=passed_on)(deploy.superlink_command)
+app.command("supernode", cls=Command, context_settings=passed_on)(deploy.supernode_command)
 app.command("deploy-local", cls=Command)(deploy.deploy_local_command)
 app.command("methods", cls=Command)(show.methods_command)
 app.command("models", cls=Command)(show.models_command)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import options
-from fedhet.cli.options import console, listing, loading, option, say
+from fedhet.cli.options import console, errors, listing, loading, option, say
 from fedhet.config.sources import gather, validate
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ Server = Annotated[
 Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="Certificate of the CA.")]
 AuthorityOfServer = Annotated[
     Path | None, option("FILE", "Certificate of the server's CA.", "--ca")
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[OPTION]…", help="Options of Flower's command.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 RUNS = Path("runs")
@@ -113,6 +116,10 @@ def submit_command(
         str | None,
         option("DIR", "Run directory on the server.", default="a new directory in runs/"),
     ] = None,
+    sign: Annotated[
+        Path | None,
+        option("FILE", "Publisher's private key, which signs the run for sites that require it."),
+    ] = None,
 ) -> None:
     """Start a run on a deployed server and its nodes, and follow its log."""
     values = gather(
@@ -122,11 +129,36 @@ def submit_command(
     given = validate(values)
     with loading():
         from fedhet.config.resolve import complete
+        from fedhet.deployment.certs import read_publisher_key
         from fedhet.deployment.control import submit
 
-    resolved = complete(given)
+    resolved, key = complete(given), None if sign is None else read_publisher_key(sign)
     with connected(server, ca) as connection:
-        submit(resolved, connection, say)
+        submit(resolved, connection, say, key)
+
+
+def superlink_command(arguments: Arguments = None) -> None:
+    """Run Flower's server, which forwards the signatures of runs to the sites.
+
+    Takes the options of `flower-superlink`, which `flower-superlink --help` lists.
+    """
+    from fedhet.deployment.processes import run_superlink
+
+    run_superlink(arguments or [])
+
+
+def supernode_command(arguments: Arguments = None) -> None:
+    """Run Flower's node at a site, and warn if the site also runs unsigned code.
+
+    Takes the options of `flower-supernode`, which `flower-supernode --help` lists.
+    With --trusted-entities FILE, the site runs only apps that a publisher in the file signed.
+    """
+    from fedhet.deployment.processes import run_supernode
+
+    def warn(line: str) -> None:
+        errors.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    run_supernode(arguments or [], warn)
 
 
 @contextlib.contextmanager
@@ -166,6 +198,12 @@ def certs_command(
         str | None,
         option("NAME", "Create only this site's key for secure aggregation. Run this at the site."),
     ] = None,
+    publisher: Annotated[
+        str | None,
+        option(
+            "NAME", "Create only this publisher's key, which signs runs. Keep it off the server."
+        ),
+    ] = None,
     classes: Annotated[
         str,
         option(
@@ -180,8 +218,11 @@ def certs_command(
     from fedhet.deployment import certs
     from fedhet.deployment.local import site_name
 
-    for flag, name, others in (("--key", key, (peer, classes)), ("--peer", peer, (key,))):
-        if name is not None and (renew or host or node or nodes or any(others)):
+    pairs = {"--key": key, "--peer": peer, "--publisher": publisher}
+    for flag, name in pairs.items():
+        others = [other for other in pairs if other != flag and pairs[other] is not None]
+        others += ["--classes"] if classes and flag != "--peer" else []
+        if name is not None and (renew or host or node or nodes or others):
             raise SettingsError(
                 f"{flag} cannot be combined with other options, because it creates only a key pair"
             )
@@ -199,6 +240,13 @@ def certs_command(
         written = secure.write_key(directory, peer, secure.class_numbers(classes))
         private, public = (path.name for path in written)
         advice = f"next: send {public} to the other sites; keep {private} secret"
+    elif publisher is not None:
+        written = certs.make_publisher_key(directory, publisher)
+        private, public = (path.name for path in written)
+        advice = (
+            f"next: send {public} to the sites, for --trusted-entities; keep {private} secret, and "
+            "off the server"
+        )
     elif key is not None:
         written = certs.make_node_key(directory / key)
         advice = f"next: register {key}.pub with the server; keep {key} secret"

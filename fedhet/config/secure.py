@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedhet.base.disk import Folder, read_file, read_toml_tables, write_text
+from fedhet.base.disk import Folder, check_secret, read_file, read_toml_tables, write_text
 from fedhet.base.errors import SettingsError, StateError, error_reason, nearest, safe_repr
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, SERVER, is_name
 
@@ -181,12 +180,7 @@ def read_key(path: str | Path) -> X25519PrivateKey:
     """Read a private key. Raises SettingsError if it is invalid or readable by other users."""
     file = Path(path)
     try:
-        mode = stat.S_IMODE(file.stat().st_mode)
-        if mode & 0o077:
-            raise SettingsError(
-                f"{path}: expected a file that only its owner can read, got mode {mode:o}. Use "
-                f"`chmod 600 {path}`."
-            )
+        check_secret(file)
         key = load_pem_private_key(read_file(file, 2**16), None)
     except (OSError, ValueError, TypeError, StateError) as error:
         raise SettingsError(

@@ -1,30 +1,39 @@
-"""Keys and certificates for a deployment: development CA, server certificate, and node keys.
+"""Keys and certificates for a deployment: CA, server certificate, node keys, and publisher keys.
 
-A deployment with an existing certificate authority needs only the node keys.
+A deployment with an existing certificate authority needs only the node keys and a publisher key.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
+import hashlib
 import ipaddress
+import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
+    load_ssh_private_key,
+    load_ssh_public_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedhet.base.errors import FedhetError, error_reason
+from fedhet.base.disk import check_secret, read_file
+from fedhet.base.errors import FedhetError, SettingsError, StateError, error_reason, safe_repr
 from fedhet.runs.units import plural
 from fedhet.settings.text import read_host
 from fedhet.wire.identity import is_name
@@ -34,6 +43,9 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODES = "nodes"
+PUBLISHER_KEY, PUBLISHER = ".publisher.key", ".publisher.yaml"
+"""Endings of a publisher's private key, and of its public file, which `flower-supernode
+--trusted-entities` reads."""
 AUTHORITY_DAYS = 3650
 """Minimum lifetime of the CA in days, because a new CA certificate must be copied to every site."""
 RENEWAL_PERIOD = datetime.timedelta(days=30)
@@ -158,6 +170,96 @@ def make_node_key(path: Path) -> list[Path]:
     return [path, public_path]
 
 
+def make_publisher_key(directory: Path, name: str) -> list[Path]:
+    """Create a publisher's key pair (Ed25519). The publisher signs the apps that sites may run.
+
+    Args:
+        directory: Output directory.
+        name: Name of the publisher, which is part of the file names.
+
+    Returns:
+        NAME.publisher.key, the private key, and NAME.publisher.yaml, the file for the sites.
+
+    Raises:
+        FedhetError: If a file already exists or cannot be written, or if the name is invalid.
+    """
+    _check_names([name], "publisher name")
+    paths = [directory / f"{name}{ending}" for ending in (PUBLISHER_KEY, PUBLISHER)]
+    for path in paths:
+        if path.exists():
+            raise FedhetError(f"{path} already exists")
+    key = Ed25519PrivateKey.generate()
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    entry = f"{_publisher_id(key.public_key())}: {public} {name}\n"
+    try:
+        _write(paths[0], key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        _write(paths[1], entry.encode(), mode=0o644)
+    except OSError as error:
+        raise FedhetError(f"cannot write keys in {directory}: {error_reason(error)}") from None
+    return paths
+
+
+def read_publisher_key(path: Path) -> Ed25519PrivateKey:
+    """Read a publisher's private key. Raises SettingsError if it is invalid or not secret."""
+    advice = "Create one with `fedhet certs DIR --publisher NAME`."
+    try:
+        check_secret(path)
+        key = load_ssh_private_key(read_file(path, 2**16), None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm, StateError) as error:
+        raise SettingsError(
+            f"{path}: cannot read the publisher's key ({error_reason(error)}). {advice}"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise SettingsError(f"{path}: expected an Ed25519 key, got another type of key. {advice}")
+    return key
+
+
+def read_publishers(path: Path) -> dict[str, str]:
+    """Read the publishers that a site trusts, as OpenSSH public keys by id.
+
+    Flower would accept an empty file, and then run unsigned apps.
+
+    Raises:
+        SettingsError: If the file is invalid or empty.
+    """
+    # Import lazily: `doctor` and `certs` must also work on a machine without Flower.
+    import yaml
+
+    advice = "Create it with `fedhet certs DIR --publisher NAME`, on the publisher's machine."
+    try:
+        publishers = yaml.safe_load(read_file(path, 2**20))
+    except (OSError, StateError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(error_reason(error).split())
+        raise SettingsError(f"{path}: cannot read the publishers ({reason}). {advice}") from None
+    if not isinstance(publishers, dict) or not publishers:
+        raise SettingsError(f"{path}: expected at least one publisher, got none. {advice}")
+    for name, text in publishers.items():
+        key: object = None
+        with contextlib.suppress(ValueError, UnsupportedAlgorithm, AttributeError):
+            key = load_ssh_public_key(text.encode())
+        if not isinstance(name, str) or not isinstance(key, Ed25519PublicKey):
+            rule = "an id and an Ed25519 public key in OpenSSH format"
+            raise SettingsError(f"{path}: {safe_repr(name)}: expected {rule}. {advice}")
+    return publishers
+
+
+def sign_app(key: Ed25519PrivateKey, content: bytes) -> dict[str, str]:
+    """Sign an app, and return the verifications that `flower-supernode` checks.
+
+    Flower's format: Ed25519 over the time (8 bytes, big-endian) and the SHA-256 digest of the app.
+    """
+    signed_at = int(time.time())
+    signature = key.sign(signed_at.to_bytes(8, "big") + hashlib.sha256(content).digest())
+    encoded = base64.urlsafe_b64encode(signature).decode().rstrip("=")
+    verification = json.dumps({"signature": encoded, "signed_at": signed_at})
+    return {_publisher_id(key.public_key()): verification, "valid_license": "Valid"}
+
+
+def _publisher_id(key: Ed25519PublicKey) -> str:
+    """Return the id of a publisher, by which a site finds the key for a signature."""
+    return f"ed25519-{hashlib.sha256(key.public_bytes_raw()).hexdigest()[:32]}"
+
+
 def _make_authority(directory: Path, days: int) -> list[Path]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet development CA")])
@@ -242,11 +344,11 @@ def _host(host: str) -> x509.GeneralName:
     return x509.IPAddress(address)
 
 
-def _check_names(nodes: Sequence[str]) -> None:
-    for node in nodes:
-        if not is_name(node):
+def _check_names(names: Sequence[str], subject: str = "node name") -> None:
+    for name in names:
+        if not is_name(name):
             rule = "letters, digits, '.', '_' and '-'"
-            raise FedhetError(f"node name must consist of {rule}, got '{node}'")
+            raise FedhetError(f"{subject} must consist of {rule}, got '{name}'")
 
 
 def _write_pair(

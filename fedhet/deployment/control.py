@@ -1,12 +1,14 @@
 """Access to a deployed server, its sites, and its runs.
 
-This module uses Flower's command line to register nodes, and to start and follow runs. It uses
-Flower's control API to list sites, because the command line does not show their registered names.
+This module uses Flower's command line to register nodes, and to follow runs. It uses Flower's
+control API to list sites, because the command line does not show their registered names, and to
+start runs, because the command line does not sign apps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -30,18 +32,22 @@ import tomli_w
 from fedhet.base import __version__
 from fedhet.base.errors import FedhetError, error_reason
 from fedhet.config.sources import to_flower
-from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
+from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate, sign_app
 from fedhet.runs.units import message_of
 from fedhet.settings.schema import nest
 from fedhet.settings.text import join_host_port, split_host_port
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from fedhet.config.resolve import Config
 
 CONNECTION = "fedhet-server"
 """Name of the connection in Flower's configuration. It must not be the name of a directory, because
 Flower would run that directory as an app."""
 COMPLETED = "finished:completed"
+FORWARDED = "the sites receive the signatures of this app"
+"""Note in the server's reply to a signed run. Flower's own server drops signatures."""
 _FLOWER_LINE = re.compile(
     r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
     r"|An unhandled exception occurred in the ServerApp|For more information, visit: "
@@ -258,19 +264,22 @@ def filter_log(lines: Iterable[str]) -> Iterator[str]:
     yield from trace
 
 
-def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
+def submit(
+    config: Config,
+    connection: Connection,
+    say: Callable[[str], None],
+    key: Ed25519PrivateKey | None = None,
+) -> None:
     """Execute a run on a deployment, and wait until the run ends.
-
-    The Flower app that is sent to the server contains only the settings and no code, because each
-    site uses its own installation of fedhet.
 
     Args:
         config: Configuration of the run.
         connection: Connection to the server.
         say: Function that shows a line to the user.
+        key: Private key of the publisher that signs the run's app, or None to send it unsigned.
 
     Raises:
-        FedhetError: If the run failed.
+        FedhetError: If the run failed, or if the server does not forward the signature.
         SettingsError: If the method supports only simulations.
     """
     # Import lazily: `doctor` must work on a machine where PyTorch cannot be imported.
@@ -279,18 +288,7 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
     check_deployable(config)
     connection.check_reachable()
     say(f"sending the run to {connection.address} …")
-    components = {
-        "serverapp": "fedhet.server.app:app",
-        "clientapp": "fedhet.client_runtime.app:app",
-    }
-    settings = nest(to_flower(config.flat()))
-    flower = {"publisher": "fedhet", "components": components, "config": settings}
-    project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
-    app = connection.home / "app"
-    shutil.rmtree(app, ignore_errors=True)
-    _write_toml(app / "pyproject.toml", {"project": project, "tool": {"flwr": {"app": flower}}})
-    started = json.loads(connection.flwr("run", app, CONNECTION, "--format", "json"))
-    run_id = str(started["run-id"])
+    run_id = _start_run(connection, build_app(config), key)
     say(f"run {run_id} on {connection.address}; waiting for the server app to start …")
     connection.follow(run_id, say)
     try:
@@ -308,6 +306,51 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
         raise FedhetError(
             f"run {run_id} ended with status {status!r}. See the output above and the server's log."
         )
+
+
+def build_app(config: Config) -> bytes:
+    """Build the Flower app of a run.
+
+    The app contains only settings and no code, because each site uses its own installation of
+    fedhet.
+    """
+    from flwr.cli.build import build_fab_from_files
+
+    components = {
+        "serverapp": "fedhet.server.app:app",
+        "clientapp": "fedhet.client_runtime.app:app",
+    }
+    settings = nest(to_flower(config.flat()))
+    flower = {"publisher": "fedhet", "components": components, "config": settings}
+    project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
+    content = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": flower}}})
+    return bytes(build_fab_from_files({"pyproject.toml": content.encode()})[0])
+
+
+def _start_run(connection: Connection, app: bytes, key: Ed25519PrivateKey | None) -> str:
+    """Start a run of an app, and return Flower's id of the run.
+
+    Raises FedhetError if the run does not start, or if the server does not forward the signature.
+    """
+    from flwr.proto.control_pb2 import StartRunRequest, StopRunRequest
+    from flwr.proto.fab_pb2 import Fab
+
+    verifications = sign_app(key, app) if key is not None else {}
+    fab = Fab(hash_str=hashlib.sha256(app).hexdigest(), content=app, verifications=verifications)
+    with _client(connection) as client:
+        started = client.StartRun(StartRunRequest(fab=fab))
+        is_lost = bool(verifications) and started.note != FORWARDED
+        if is_lost and started.HasField("run_id"):
+            client.StopRun(StopRunRequest(run_id=started.run_id))
+    if not started.HasField("run_id"):
+        raise FedhetError(f"server {connection.address}: the run did not start")
+    if is_lost:
+        raise FedhetError(
+            f"server {connection.address}: the sites would not receive the signature of the run, "
+            "so the run was stopped. Start the server with `fedhet superlink` instead of "
+            "`flower-superlink`."
+        )
+    return str(started.run_id)
 
 
 @contextlib.contextmanager

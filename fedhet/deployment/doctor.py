@@ -18,7 +18,8 @@ import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedhet.base.errors import FedhetError, one_line
+from fedhet.base.disk import is_secret
+from fedhet.base.errors import FedhetError, SettingsError, one_line
 from fedhet.deployment import certs
 from fedhet.deployment.control import Connection
 from fedhet.runs.units import human_bytes, plural
@@ -27,6 +28,8 @@ MIN_PERSON_UID = 1000
 """Lowest user id of a person on most Linux systems; services have lower ids."""
 NO_LOGIN = ("nologin", "false")
 """Shells of users that only run services."""
+PUBLISHERS = ("publisher.yaml", "publishers.yaml")
+"""Endings of the names of files with the publishers that a site trusts."""
 P = ParamSpec("P")
 Level = Literal["ok", "warning", "error"]
 MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
@@ -92,9 +95,11 @@ def check_keys(directory: Path) -> Iterator[Finding]:
         elif is_pair:
             yield from _pair(path)
         is_private = is_pair or (path.is_file() and path.suffix == ".key")
-        if is_private and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-            advice = f"Use `chmod 600 {path}`."
+        if is_private and not is_secret(status := path.stat()):
+            mode, advice = stat.S_IMODE(status.st_mode), f"Use `chmod 600 {path}`."
             yield error("key", f"{path}: can be read by other users ({mode:o}). {advice}")
+        if path.name.endswith(PUBLISHERS):
+            yield from _publishers(path)
         if path.name == certs.CA_KEY:
             yield from _authority_key(path)
     if (directory / certs.SERVER_CERTIFICATE).exists():
@@ -202,6 +207,16 @@ def _pair(path: Path) -> Iterator[Finding]:
         yield error("key", f"{path.name}.pub is not the public key of {path.name}")
     else:
         yield ok("key", f"{path.name} and {path.name}.pub are a pair")
+
+
+@_guarded
+def _publishers(path: Path) -> Iterator[Finding]:
+    try:
+        publishers = certs.read_publishers(path)
+    except SettingsError as fault:
+        yield error("publishers", str(fault))
+        return
+    yield ok("publishers", f"{path} trusts {plural(len(publishers), 'publisher')} of signed apps")
 
 
 @_guarded

@@ -96,7 +96,8 @@ class LocalDeployment:
         """Start the SuperLink, and wait until it listens. An existing database is reused."""
         self._start(
             "server",
-            "flower-superlink",
+            "fedhet",
+            "superlink",
             *("--ssl-ca-certfile", self.certs / certs.CA_CERTIFICATE),
             *("--ssl-certfile", self.certs / certs.SERVER_CERTIFICATE),
             *("--ssl-keyfile", self.certs / certs.SERVER_KEY),

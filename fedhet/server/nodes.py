@@ -20,7 +20,7 @@ from flwr.common.constant import ErrorCode
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 
-from fedhet.base.errors import one_line
+from fedhet.base.errors import FedhetError, one_line
 
 CACHE_SECONDS = 10.0
 """Seconds for which Flower's list of online nodes is cached."""
@@ -35,6 +35,10 @@ MAX_TRANSFERS = 2
 TRANSFER_SECONDS = 60.0
 """Seconds after which a transfer no longer blocks other transfers, because its node may have been
 killed."""
+UNSIGNED = (
+    "the site runs only apps that a publisher in its --trusted-entities signed. Sign the run with "
+    "the key of such a publisher (`fedhet submit --sign FILE`)."
+)
 MAX_LOST_REPLIES = 3
 """Maximum number of times that a message is sent again because its reply was lost."""
 
@@ -138,7 +142,7 @@ class RetryingGrid:
         """Send one message, and return the reply, or Flower's error reply after the time limit.
 
         An error is ignored while another copy of the message is in progress, because Flower may
-        give up on the first copy.
+        give up on the first copy. Raises FedhetError if the node refuses the run's signature.
         """
         (message,) = messages
         node, started = message.metadata.dst_node_id, time.monotonic()
@@ -154,6 +158,8 @@ class RetryingGrid:
                     return [reply]
                 if pollers:
                     continue
+                if reply.error.code == ErrorCode.INVALID_FAB:
+                    raise FedhetError(UNSIGNED)
                 remaining = deadline - time.monotonic()
                 is_lost = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
                 num_lost += is_lost
