@@ -117,8 +117,12 @@ def records(directory: Path) -> list[dict]:
 
 
 def without_times(summary: dict) -> dict:
-    """Return the part of a summary that must not depend on the machine and its speed."""
-    kept = {k: v for k, v in summary.items() if k not in {"seconds", "peak_memory_mb"}}
+    """Return the part of a summary that must not depend on the machine, its speed, and its backend.
+
+    The server of a deployment does not know the number of test samples at its sites.
+    """
+    varying = {"seconds", "peak_memory_mb", "test_samples"}
+    kept = {k: v for k, v in summary.items() if k not in varying}
     rounds = [{k: v for k, v in r.items() if k != "seconds"} for r in kept["history"]]
     return {**kept, "history": rounds}
 
