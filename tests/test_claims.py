@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError, StateError
@@ -19,13 +20,11 @@ from fedhet.cli import app
 from fedhet.experiments.claims import (
     MEASURED,
     WORDS,
-    TestedClaim,
     claims_of,
     pages,
     read_finished,
     verdict_of,
 )
-from fedhet.experiments.paper import TableResult
 from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -38,9 +37,33 @@ def call(*words):
     return CliRunner().invoke(app, ["table", *map(str, words)], catch_exceptions=False)
 
 
+DIFFERENCES = {"holds": 1.0, "within noise": 0.1, "does not hold": -1.0, "not measured": None}
+
+
 def comparison(outcome, claim="a is better", **changes):
-    base = {"claim": claim, "where": "here", "above": "a", "below": "b", "outcome": outcome}
-    return {**base, "difference": 1.0, "se": 0.1, **changes}
+    """Return a comparison with three seeds and no test samples that has the outcome."""
+    base = {"claim": claim, "where": "here", "above": "a", "below": "b", "seeds": 3}
+    return {**base, "difference": DIFFERENCES[outcome], "seed_error": 0.1, **changes}
+
+
+def outcome_of(each):
+    """Return the outcome of a stored comparison, from its definition (for Student's t)."""
+    value, error, samples = (each[key] for key in ("difference", "seed_error", "test_samples"))
+    if value is None:
+        return "not measured"
+    variances, degrees = [error**2], [each["seeds"] - 1]
+    if isinstance(samples, int):
+        fraction = abs(value) / each["unit"]
+        images = fraction * samples
+        floor = (images + 1 - images**2 / (samples + 2)) / (samples + 2) ** 2
+        variances.append(each["unit"] ** 2 * floor)
+        degrees.append(samples - 1)
+    total = sum(variances)
+    parts = sum(v**2 / d for v, d in zip(variances, degrees, strict=True))
+    quantile = stats.t.ppf(0.975, total**2 / parts if parts else 1)
+    if abs(value) <= quantile * np.sqrt(total):
+        return "within noise"
+    return "holds" if value > 0 else "does not hold"
 
 
 def write(folder, size, *outcomes, **changes):
@@ -50,6 +73,7 @@ def write(folder, size, *outcomes, **changes):
     content = {"table": "felo-2", "size": size, "seeds": [0, 1], "runs": 4, "finished": 4}
     columns = {"IID": (59.4, 0.4), "Dirichlet 0.5": (58.03, None)}
     content["cells"] = dict.fromkeys(("FedAvg", "Felo", "Velo"), columns)
+    content["test_samples"] = dict.fromkeys(columns, {"tiny": 359}.get(size, "unknown"))
     text = json.dumps({**content, "comparisons": found, **changes})
     (folder / f"felo-2-{size}.json").write_text(text)
 
@@ -84,28 +108,14 @@ def test_a_claim_is_of_all_places_and_fails_in_one(outcomes, verdict):
     assert verdict_of(outcomes) == verdict
 
 
-@pytest.mark.parametrize(
-    ("places", "seeds"),
-    [
-        ([(1.0, 1.0)], 13),  # SE(12) = 0.5, which is half of the difference; 13 exceed it
-        ([(1.0, 0.9), (1.0, 1.0)], 13),  # all must be confirmed
-        ([(-1.0, 1.0), (2.0, 1.9), (-1.0, 0.9)], 10),  # one suffices to refute
-        ([(0.0, 1.0)], None),
-    ],
-)
-def test_seeds_that_would_decide_a_claim(places, seeds, tmp_path):
-    found = [comparison("within noise", difference=d, se=s) for d, s in places]
-    finished = TableResult(
-        table="felo-2", size="tiny", seeds=[0, 1, 2], runs=1, finished=1, comparisons=found
-    )
-    tested = TestedClaim(finished, "a is better", tuple(finished.comparisons))
-    assert tested.seeds_to_decide == seeds
-    if seeds:  # by the definition: the first number of seeds that tells the deciding place apart
-        spread = [(abs(d), s * np.sqrt(3)) for d, s in places if d < 0] or [
-            (d, s * np.sqrt(3)) for d, s in places
-        ]
-        enough = [next(n for n in range(1, 99) if d > 2 * s / np.sqrt(n)) for d, s in spread]
-        assert seeds == (min(enough) if any(d < 0 for d, _ in places) else max(enough))
+def test_one_test_image_in_every_seed_is_within_noise(folder):
+    """Each seed differs by one of 359 images, so the spread over the seeds is zero."""
+    one = comparison("holds", claims_of("felo-2")[1], difference=100 / 359, seed_error=0.0)
+    write(folder, "tiny", comparisons=[one | {"test_samples": 359, "unit": 100}])
+    found = json.loads(call("claims", "--json", "--out", folder).output)
+    verdicts = {each["claim"]: each["verdict"] for each in found if each["size"] == "tiny"}
+    assert verdicts[claims_of("felo-2")[1]] == "not-told-apart"
+    assert "+0.28 ± 0.39" in call("felo-2", "--show", "--out", folder).output
 
 
 def test_every_table_is_of_one_paper():
@@ -154,7 +164,7 @@ def test_without_tables_of_ones_own_they_are_those_that_are_shipped(tmp_path, mo
     assert {each["verdict"] for each in found} <= VERDICTS
     for each in found:
         content = json.loads((MEASURED / f"{each['table']}-{each['size']}.json").read_text())
-        places = [c["outcome"] for c in content["comparisons"] if c["claim"] == each["claim"]]
+        places = [outcome_of(c) for c in content["comparisons"] if c["claim"] == each["claim"]]
         counts = [places.count(word) for word in ("does not hold", "holds", "not measured")]
         failed, held, missing = counts
         alike = ("not-measured" if missing == len(places) else "not-told-apart", "holds")
@@ -177,12 +187,13 @@ def test_a_damaged_file_is_named(text, fault, folder):
         call("claims", "--out", folder)
 
 
-def test_a_file_of_another_table_and_an_odd_outcome_are_refused(folder):
+def test_a_file_of_another_table_and_a_stored_outcome_are_refused(folder):
     write(folder, "tiny", table="felo-3")
     with pytest.raises(StateError, match=r"felo-2-tiny\.json: expected the name felo-3-tiny"):
         call("claims", "--out", folder)
-    write(folder, "tiny", (0, "perhaps"))
-    with pytest.raises(StateError, match=r"comparisons\.0\.outcome: Input should be 'holds'"):
+    found = comparison("holds", claims_of("felo-2")[0])
+    write(folder, "tiny", comparisons=[{**found, "outcome": "holds"}])
+    with pytest.raises(StateError, match=r"comparisons\.0\.outcome: Extra inputs"):
         call("claims", "--out", folder)
 
 
@@ -231,7 +242,7 @@ def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
     if "engine.precision" in content["settings"]:
         assert f" {content['settings']['engine.precision']}. " in "\n".join(lines)
     for claim in claims_of(result.table):
-        outcomes = [c["outcome"] for c in content["comparisons"] if c["claim"] == claim]
+        outcomes = [outcome_of(c) for c in content["comparisons"] if c["claim"] == claim]
         verdict = WORDS[verdict_of(outcomes)]
         assert any(cells(f"|{line}|")[0].startswith(f"- {claim}: **{verdict}**") for line in lines)
     if len(content["cells"]) > (6 if result.size == "tiny" else 30):
@@ -265,11 +276,7 @@ def test_what_is_shipped_is_of_the_tables_claims(found, tmp_path):
     rows = {line.name for line in (*table.rows_in(found.size), *table.columns_in(found.size))}
     for each in found.comparisons:
         assert {each.where, each.above, each.below} <= rows
-        if each.difference is None or abs(abs(each.difference) - 2 * each.se) <= 0.02:
-            continue  # rounded
-        clear = abs(each.difference) > 2 * each.se
-        sign = "holds" if each.difference > 0 else "does not hold"
-        assert each.outcome == (sign if clear else "within noise")
+        assert each.outcome == outcome_of(each.model_dump())
 
 
 def test_every_section_of_a_page_is_of_a_table():
@@ -307,7 +314,9 @@ def test_a_finished_table_is_shown_in_full(folder):
     text = " ".join(call("felo-2", "--show", "--out", folder).output.split())
     assert text.count("Felo and Velo with one architecture, against FedAvg. Chan and Ngai") == 2
     assert text.count("59.40 ± 0.40 (84.45)") == 2
-    assert text.count("+1.00 ± 0.10") == 7
+    assert text.count("+1.00 ± 0.10") == 4
+    assert text.count("2 seeds, 359 test samples.") == 1
+    assert text.count("2 seeds, unknown number of test samples.") == 1
     assert "fedhet table felo-2 --size small --seeds 0,1" in text
     assert f"does not hold: {claims_of('felo-2')[0]}" in text
     assert "The first two columns are for CIFAR-10 in the paper." in text
@@ -338,7 +347,9 @@ def test_what_a_made_table_leaves_is_what_was_measured(tmp_path):
         ends = [(name, place.where) for name in (place.above, place.below)]
         each = np.subtract(*([known[*end, seed] for seed in "01"] for end in ends))
         assert place.difference == pytest.approx(each.mean(), abs=1e-4)
-        assert place.se == pytest.approx(each.std(ddof=1) / np.sqrt(2), abs=1e-4)
+        assert place.seed_error == pytest.approx(each.std(ddof=1) / np.sqrt(2), abs=1e-4)
+        assert (place.seeds, place.test_samples, place.unit) == (2, 359, 100)
+        assert {row["test_samples"] for row in rows} == {"359"}
     assert "--set rounds=2 --set clients=2" in (tmp_path / "felo-2-tiny.md").read_text()
     claims = json.loads(call("claims", "--out", tmp_path, "--json").output)
     assert [each["claim"] for each in claims] == claims_of("felo-2")

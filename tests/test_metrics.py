@@ -217,7 +217,7 @@ def test_metrics_come_through_as_they_were_sent():
     values = {"accuracy": 0.5, "auc": 0.75, "recall.1": 1.0}
     sent = Measured(
         {(name, "common", "private"): v for name, v in values.items()}, 1.0,
-        majority={"common": 0.25, "personal": 1.0},
+        majority={"common": 0.25, "personal": 1.0}, tested={"common": 359, "personal": 12},
     )  # fmt: skip
     wanted = measured_names(("accuracy", "auc", "recall"), 2)
     assert read_measures("a", write_measures(sent), ("private",), wanted) == sent
@@ -240,6 +240,9 @@ def test_metrics_come_through_as_they_were_sent():
         ("majority.common", 1.5, "must be from 0 to 1"),
         ("majority.common", math.nan, "must be a finite number"),
         ("majority.server", 0.5, "not a metric of this method"),
+        ("tested.common", 0, "must be from 1 to 1e+09"),
+        ("tested.personal", math.nan, "must be a finite number"),
+        ("tested.server", 5, "not a metric of this method"),
     ],
 )
 def test_metrics_from_outside_are_checked(name, value, fault):
@@ -261,6 +264,22 @@ def test_the_majority_class_is_measured_beside_the_accuracy(tmp_path):
             counts = np.unique(split.y.numpy(), return_counts=True)[1]
             share = counts.max() / counts.sum()
             assert record["majority"][protocol][own.name] == pytest.approx(share, rel=1e-6)
+
+
+@pytest.mark.parametrize(("method", "server"), [("felo", False), ("fedgems", True)])
+def test_a_run_records_the_number_of_test_samples(method, server, tmp_path):
+    config = small(method, rounds=1)
+    run(config, tmp_path)
+    tested = records(tmp_path)[-1]["tested"]
+    names = [f"client-{k}" for k in range(4)]
+    assert tested["common"] == dict.fromkeys([*names, *["server"] * server], 100)
+    data = RunData.of(config.run)
+    assert tested["personal"] == {name: len(data.split_rows(k)[1]) for k, name in enumerate(names)}
+    loaded = report.load_run(tmp_path)
+    assert loaded.test_samples("common", "server" if server else "private") == pytest.approx(100)
+    counts = np.array([*tested["personal"].values()])
+    expected = len(counts) ** 2 / (1 / counts).sum()
+    assert loaded.test_samples("personal", "private") == pytest.approx(expected)
 
 
 def test_without_the_setting_no_metric_is_taken():

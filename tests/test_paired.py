@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 from synthetic import Page, lines_of, make, rewrite, shown
 from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
+from fedhet.config.resolve import resolve
+from fedhet.data.store import RunData
 from fedhet.report import (
     compare,
     comparison_table,
@@ -24,6 +27,7 @@ from fedhet.report import (
     write_comparison,
     write_report,
 )
+from fedhet.report.run import TEST_SAMPLES
 
 BOTH = ("common", "personal")
 
@@ -136,18 +140,27 @@ def test_differences_are_paired_over_shared_seeds(tmp_path: Path) -> None:
             numbers = by_method[method][part]
             assert numbers["n"] == len(shared)
             assert numbers["mean"] == pytest.approx(each.mean())
-            assert numbers["se"] == pytest.approx(se)
-            assert numbers["beyond_2_se"] == (abs(each.mean()) > 2 * se)
+            assert numbers["seed_error"] == pytest.approx(se)
+            images = 359 * abs(each.mean())  # of the 359 test images of digits
+            floor = np.sqrt(images + 1 - images**2 / 361) / 361
+            assert numbers["sample_error"] == pytest.approx(floor)
+            assert numbers["se"] == pytest.approx(np.hypot(se, floor))
+            variances = np.array([se**2, floor**2])
+            degrees = variances.sum() ** 2 / (variances**2 @ [1 / (len(each) - 1), 1 / 358])
+            margin = stats.t.ppf(0.975, degrees) * np.hypot(se, floor)
+            assert numbers["margin"] == pytest.approx(margin)
+            assert numbers["is_clear"] == (abs(each.mean()) > margin)
+            assert numbers["samples"] == 359
             assert [int(seed) for seed in numbers["per_seed"]] == shared
             assert [*numbers["per_seed"].values()] == pytest.approx(each)
-    assert by_method["felo"]["last"]["beyond_2_se"], "0.2 apart, noise of 0.015"
+    assert by_method["felo"]["last"]["is_clear"], "0.2 apart, noise of 0.015"
     texts = [
         " ".join(shown(paired_table(found)).replace("\n", " ").split()),
         Page(tmp_path / "out" / "compare.html").text,
         (tmp_path / "out" / "compare.md").read_text(),
     ]
     last = by_method["felo"]["last"]
-    assert f"| felo | local | 4 | {last['mean']:+.4f} ± {last['se']:.4f} † |" in texts[2]
+    assert f"| felo | local | 4 | 359 | {last['mean']:+.4f} ± {last['se']:.4f} † |" in texts[2]
     for text in texts:
         assert f"{last['mean']:+.4f}" in text
         assert f"± {last['se']:.4f} †" in text
@@ -172,18 +185,19 @@ def differing(root: Path, differences: list[float]) -> list[Path]:
     [
         # Standard deviation and error by hand: of 0, 0.25, 0.5 they are 0.25 and 0.25 / √3.
         ([0.0, 0.25, 0.5], 0.25 / math.sqrt(3), False),
-        ([-0.125, -0.25], 0.0625, True),
+        ([-0.125, -0.25], 0.0625, False),  # three standard errors, but only two seeds
         ([0.25, 0.25, 0.25], 0.0, True),
+        ([1 / 359, 1 / 359, 1 / 359], 0.0, False),  # one test image
         ([0.0, 0.0], 0.0, False),
     ],
 )
-def test_a_difference_is_marked_beyond_two_standard_errors(
+def test_a_difference_is_marked_if_its_interval_excludes_zero(
     tmp_path: Path, differences: list[float], se: float, clear: bool
 ) -> None:
     found = compare(differing(tmp_path, differences))
     (pair,) = found.pairs
     assert pair.last.mean == pytest.approx(sum(differences) / len(differences))
-    assert pair.last.se == pytest.approx(se)
+    assert pair.last.seed_error == pytest.approx(se)
     assert pair.last.is_clear is clear
     table = shown(paired_table(found))
     assert table.count("†") == (3 if clear else 1), "two cells and the caption"
@@ -243,7 +257,7 @@ def test_other_kinds_can_be_compared(tmp_path: Path) -> None:
             for a, b in zip(proxies, runs, strict=True)
         ]
         assert pair.last.mean == pytest.approx(np.mean(each))
-        assert pair.last.se == pytest.approx(np.std(each, ddof=1) / math.sqrt(3))
+        assert pair.last.seed_error == pytest.approx(np.std(each, ddof=1) / math.sqrt(3))
         assert f"{baseline} (private)" in shown(paired_table(found))
     with pytest.raises(
         SettingsError,
@@ -306,3 +320,84 @@ def test_the_command_prints_and_writes_them(tmp_path: Path) -> None:
     assert (pair["group"], pair["against"]) == ("local", "felo")
     assert (pair["protocol"], pair["kind"]) == ("personal", "private")
     assert f"{pair['tail']['mean']:+.4f}" in result.output
+
+
+# What is compared
+
+
+def test_a_run_that_recorded_its_test_samples_has_that_number(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", dataset="digits", protocols=BOTH, clients=2, rounds=1)
+    assert load_run(path).test_samples("common", "private") == 359, "the size of the digits"
+    assert load_run(path).test_samples("personal", "private") is None
+    (record,) = lines_of(path)
+    record["tested"] = {
+        "common": {"client-0": 100, "client-1": 100},
+        "personal": {"client-0": 10, "client-1": 30},
+    }
+    (path / "metrics.jsonl").write_text(json.dumps(record))
+    assert load_run(path).test_samples("common", "private") == pytest.approx(100)
+    assert load_run(path).test_samples("personal", "private") == pytest.approx(30)
+    del record["tested"]["common"]["client-1"]
+    (path / "metrics.jsonl").write_text(json.dumps(record))
+    assert load_run(path).test_samples("common", "private") is None, "one client's is unknown"
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"data.max-test-samples": 200}, 200),
+        ({"data.max-test-samples": 500}, 359),
+        ({"data.dataset": "cifar10", "data.max-test-samples": 0}, 10_000),
+        ({"data.dataset": "imagefolder:images"}, None),
+    ],
+)
+def test_an_older_runs_test_samples_follow_from_its_dataset(
+    tmp_path: Path, settings: dict[str, Any], size: int | None
+) -> None:
+    path = make(tmp_path / "run", settings=settings)
+    assert load_run(path).test_samples("common", "private") == size
+
+
+def test_the_known_sizes_are_those_of_the_datasets() -> None:
+    for name in ("digits", "breast-cancer"):
+        run = resolve({"method": "local", "data.dataset": name}).run
+        assert len(RunData.of(run).common_test) == TEST_SAMPLES[name]
+
+
+def test_an_unknown_number_of_test_samples_is_marked(tmp_path: Path) -> None:
+    for number, method in enumerate(("felo", "local")):
+        make_seeds(tmp_path / method, [0, 1, 2], method=method, dataset="table:x", noise=number)
+    found = compare([tmp_path])
+    (pair,) = found.pairs
+    assert pair.last.sample_error == 0
+    text = " ".join(shown(paired_table(found)).split())
+    assert "unknown" in text
+    assert "the difference can be one test sample" in text
+    assert "unknown number of test samples" in found.basis
+
+
+def test_a_comparison_names_what_differs_besides_the_method(tmp_path: Path) -> None:
+    """Splits are alike for runs of one noise and other for another, as are the models' names."""
+    make_seeds(tmp_path / "felo", [0, 1], method="felo", rounds=1)
+    make_seeds(tmp_path / "velo", [0, 1], method="velo", rounds=1)
+    same = compare([tmp_path / "felo", tmp_path / "velo"]).notes
+    assert not [note for note in same if "not only of methods" in note]
+    runs = make_seeds(tmp_path / "local", [0, 1, 2], method="local", rounds=1, noise=3)
+    for run in runs:
+        rewrite(run / "summary.json", lambda c: c.update(models=dict.fromkeys(c["models"], "mlp")))
+    notes = [n for n in compare([tmp_path]).notes if "not only of methods" in n]
+    assert [note.partition(",")[0] for note in notes] == [
+        "The seeds differ", "The models differ", "The data splits of seed 0 differ",
+    ]  # fmt: skip
+    seeds, models, splits = notes
+    assert "0, 1, 2 (local)" in seeds
+    assert "mlp (4) (local)" in models
+    assert "cnn2 (2), mlp (2) (" in models
+    assert re.search(r"split \d, 4 clients, [\d,]+ samples \(local\)", splits)
+    assert "models differ" in " ".join(shown(comparison_table(compare([tmp_path]))).split())
+    last = lines_of(runs[0])[-1]
+    last["tested"] = {"common": {f"client-{number}": 7 for number in range(4)}}
+    (runs[0] / "metrics.jsonl").write_text(json.dumps(last))
+    found = " ".join(compare([tmp_path]).notes)
+    assert "The test sets differ" in found
+    assert "7 test samples (local)" in found

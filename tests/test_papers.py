@@ -392,12 +392,12 @@ def accuracy(cell, seed, protocol="common"):
 
 def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
     results = written(tmp_path, {"alone": [0.3, 0.4, 0.5], "together": [0.6, 0.7, None]})
-    cell, measured = results.cells["alone", "all"]
+    cell, measured = results.cells["alone", "all"].cell, results.cells["alone", "all"].values
     assert measured.tolist() == pytest.approx([accuracy(cell, seed) for seed in range(3)])
-    assert set(results.cells["together", "all"][1].index) == {0, 1}
-    _, own = results.cells["alone", "own"]
+    assert set(results.cells["together", "all"].values.index) == {0, 1}
+    own = results.cells["alone", "own"].values
     assert own[1] == pytest.approx(accuracy(cell, 1, "personal"))
-    assert results.cells["alone", "all, longer"][1].empty
+    assert results.cells["alone", "all, longer"].values.empty
     assert results.result.finished == 5
 
 
@@ -410,15 +410,17 @@ def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
         ({"alone": [0.3, None, None], "together": [0.9, None, None]}, "not measured"),
     ],
 )
-def test_a_claim_holds_beyond_two_standard_errors(tops, outcome, tmp_path):
+def test_a_claim_holds_if_the_interval_excludes_zero(tops, outcome, tmp_path):
     results = written(tmp_path, tops)
     found = next(each for each in results.result.comparisons if each.where == "all")
     assert found.outcome == outcome
     if outcome == "holds":
-        ours, theirs = (results.cells[row, "all"][1] for row in ("together", "alone"))
+        ours, theirs = (results.cells[row, "all"].values for row in ("together", "alone"))
         each = np.array([ours[seed] - theirs[seed] for seed in range(3)])
         assert found.difference == pytest.approx(each.mean(), abs=1e-4)
-        assert found.se == pytest.approx(each.std(ddof=1) / np.sqrt(3), abs=1e-4)
+        assert found.seed_error == pytest.approx(each.std(ddof=1) / np.sqrt(3), abs=1e-4)
+        assert found.test_samples == 359, "of digits, the dataset of the synthetic runs"
+        assert found.measured.se > found.seed_error
 
 
 def test_a_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
@@ -427,7 +429,7 @@ def test_a_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
     text = write_latex(results, tmp_path).read_text()
     scores, _, tested = text.partition(r"\end{tabular}")
     rows = {line.split(" & ")[0]: line for line in scores.splitlines() if " & " in line}
-    better, worse = (results.cells[row, "all"][1].mean() for row in ("together", "alone"))
+    better, worse = (results.cells[row, "all"].values.mean() for row in ("together", "alone"))
     assert rf"\textbf{{{better:.2f} $\pm$" in rows["together"]
     assert rf"\underline{{{worse:.2f} $\pm$" in rows["alone"]
     assert r"Kendall's $\tau$ & -- & 1.00 & -- \\" in scores, "no contest of numbers of its own"
@@ -478,7 +480,7 @@ def test_what_a_cell_may_show(metric, expected, tmp_path):
     cell = next(c for c in found.cells if c.column.name == "all")
     place(cell.runs[0].directory, kinds=("private", "global"))
     lines = (cell.runs[0].directory / "metrics.jsonl").read_text().splitlines()
-    value = collect(found).cells[cell.row.name, "all"][1].mean()
+    value = collect(found).cells[cell.row.name, "all"].values.mean()
     assert value == pytest.approx(expected(json.loads(lines[-1])), nan_ok=True)
 
 
@@ -496,7 +498,7 @@ def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
     results = collect(found)
     squares = [number**2 for number in range(1, len(records) + 1)]
-    assert results.cells[cell.row.name, "all"][1].mean() == pytest.approx(np.mean(squares))
+    assert results.cells[cell.row.name, "all"].values.mean() == pytest.approx(np.mean(squares))
 
 
 def test_markdown_shows_measured_beside_printed(tmp_path):
@@ -512,7 +514,7 @@ def test_markdown_shows_measured_beside_printed(tmp_path):
     summary = next(line for line in text.splitlines() if line.startswith("| claim | holds"))
     assert summary == "| claim | holds | within noise | does not hold | not measured |"
     counts = text[text.index(summary) :].splitlines()[2].split("|")[2:-1]
-    said = [line.split("|")[-2].strip() for line in text.splitlines() if line.count("|") == 5]
+    said = [line.split("|")[-2].strip() for line in text.splitlines() if line.count("|") == 7]
     names = ("holds", "within noise", "does not hold", "not measured")
     assert [int(count) for count in counts] == [said.count(name) for name in names]
     assert text.count("<details>") == text.count("</details>") == 1

@@ -4,14 +4,28 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import integrate
+from scipy import integrate, stats
 
 from fedhet.base.errors import SettingsError
 from fedhet.report import compare
-from fedhet.report.comparison import holm, p_value
+from fedhet.report.differences import (
+    Difference,
+    effective_samples,
+    holm,
+    p_value,
+    sample_error,
+    samples_text,
+)
+
+
+def of(differences, samples=None, unit=1.0):
+    """Return the difference of a method whose scores exceed zero by `differences`."""
+    scores = pd.Series(differences, dtype=float)
+    return Difference.of(scores, 0 * scores, samples, unit)
 
 
 def student(t, freedom):
@@ -28,7 +42,7 @@ def test_the_t_test_is_that_of_the_mean_over_its_standard_error(seed):
     differences = np.random.default_rng(seed).normal(0.5, 1, size=3 + seed)
     t = differences.mean() / (differences.std(ddof=1) / math.sqrt(len(differences)))
     expected = student(t, len(differences) - 1)
-    assert p_value(differences.tolist(), "t") == pytest.approx(expected, abs=1e-6)
+    assert p_value(of(differences), "t") == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -40,21 +54,137 @@ def test_wilcoxons_p_is_the_share_of_signs_as_extreme(seed):
     found = abs(ranks[differences > 0].sum() - middle)
     signs = itertools.product((0, 1), repeat=len(ranks))
     share = np.mean([abs(np.dot(sign, ranks) - middle) >= found for sign in signs])
-    assert p_value(differences.tolist(), "wilcoxon") == pytest.approx(share)
+    assert p_value(of(differences), "wilcoxon") == pytest.approx(share)
 
 
 def test_three_seeds_are_too_few_for_wilcoxon():
-    assert p_value([0.1, 0.2, 0.3], "wilcoxon") == 0.25
-    assert p_value([0.1, 0.2, 0.3, 0.4, 0.5], "wilcoxon") == 0.0625
+    assert p_value(of([0.1, 0.2, 0.3]), "wilcoxon") == 0.25
+    assert p_value(of([0.1, 0.2, 0.3, 0.4, 0.5]), "wilcoxon") == 0.0625
 
 
 @pytest.mark.parametrize("test", ["t", "wilcoxon"])
 @pytest.mark.parametrize("differences", [[], [0.1], [0.0, 0.0, 0.0]])
 def test_nothing_is_said_of_too_few_or_equal_ones(differences, test):
-    assert math.isnan(p_value(differences, test))
-    assert math.isnan(p_value([0.1, 0.2, 0.4], "none"))
-    assert math.isnan(p_value([0.1, 0.1, 0.1], "t"))
-    assert math.isnan(p_value([0.85 - 0.80, 0.75 - 0.70], "t")), "equal but for rounding"
+    assert math.isnan(p_value(of(differences), test))
+    assert math.isnan(p_value(of([0.1, 0.2, 0.4]), "none"))
+    assert math.isnan(p_value(of([0.1, 0.1, 0.1]), "t"))
+    assert math.isnan(p_value(of([0.85 - 0.80, 0.75 - 0.70]), "t")), "equal but for rounding"
+
+
+# The error due to test samples
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_test_samples_a_difference_has_the_paired_t_test(seed):
+    rng = np.random.default_rng(seed)
+    ours, theirs = rng.normal(0.6, 0.1, 3 + seed), rng.normal(0.5, 0.1, 3 + seed)
+    oracle = stats.ttest_rel(ours, theirs)
+    found = Difference.of(pd.Series(ours), pd.Series(theirs))
+    assert found.p == pytest.approx(oracle.pvalue)
+    low, high = oracle.confidence_interval(0.95)
+    assert found.mean - found.margin == pytest.approx(low)
+    assert found.mean + found.margin == pytest.approx(high)
+    assert found.is_clear is bool(oracle.pvalue < 0.05)
+    assert found.se == pytest.approx(stats.sem(ours - theirs))
+
+
+def test_with_many_test_samples_the_t_test_is_the_limit():
+    differences = [0.31, 0.28, 0.35]
+    oracle = stats.ttest_1samp(differences, 0.0)
+    assert of(differences, 1e9).p == pytest.approx(oracle.pvalue, rel=1e-4)
+
+
+@pytest.mark.parametrize(("images", "clear"), [(0, False), (1, False), (4, False), (5, True)])
+def test_an_equal_difference_in_every_seed_is_clear_from_five_test_images(images, clear):
+    """The spread over the seeds is zero: one image of 359 was a claim that holds."""
+    found = of([images / 359] * 3, 359)
+    assert found.seed_error == 0
+    assert found.se > 0
+    assert found.is_clear is clear
+
+
+@pytest.mark.parametrize(("only_first", "n"), [(0, 10), (1, 359), (7, 100), (40, 1000), (9, 9)])
+def test_the_error_is_that_of_the_fewest_discordant_samples(only_first, n):
+    """Agresti and Min, from the table of counts [both, first only, second only, neither]."""
+    counts = np.array([n - only_first, only_first, 0, 0]) + 0.5
+    p = counts / counts.sum()
+    value = np.array([0, 1, -1, 0])
+    variance = (p @ value**2 - (p @ value) ** 2) / counts.sum()
+    for sign in (1, -1):
+        assert sample_error(sign * only_first / n, n) == pytest.approx(math.sqrt(variance))
+
+
+def test_the_errors_add_and_the_degrees_are_those_of_welch_and_satterthwaite():
+    differences, n = np.array([0.01, 0.03, 0.05]), 359
+    found = of(differences, n)
+    a, b = differences.var(ddof=1) / 3, sample_error(0.03, n) ** 2
+    degrees = (a + b) ** 2 / (a**2 / 2 + b**2 / (n - 1))
+    assert found.se == pytest.approx(math.sqrt(a + b))
+    assert found.degrees_of_freedom == pytest.approx(degrees)
+    assert found.margin == pytest.approx(stats.t.ppf(0.975, degrees) * math.sqrt(a + b))
+    assert found.p == pytest.approx(2 * stats.t.sf(0.03 / math.sqrt(a + b), degrees))
+
+
+def test_percentages_have_the_errors_of_fractions():
+    fractions, percentages = of([0.01, 0.02, 0.04], 200), of([1, 2, 4], 200, unit=100)
+    assert percentages.se == pytest.approx(100 * fractions.se)
+    assert percentages.p == pytest.approx(fractions.p)
+
+
+def test_three_seeds_need_more_than_four_standard_errors():
+    """The mean is three standard errors from zero, which two standard errors counted as clear."""
+    values = np.array([-1.0, 0.0, 1.0]) + 3 / math.sqrt(3)
+    found = of(values)
+    assert found.mean / found.se == pytest.approx(3)
+    assert found.outcome() == "within noise"
+    assert of(np.array([-1.0, 0.0, 1.0]) + 4.4 / math.sqrt(3)).outcome() == "holds"
+
+
+@pytest.mark.parametrize(
+    ("at_least", "outcome"),
+    [(0.0, "holds"), (0.08, "holds"), (0.1, "within noise"), (0.12, "does not hold")],
+)
+def test_a_difference_is_compared_with_the_stated_difference(at_least, outcome):
+    assert of([0.1, 0.101, 0.099], 100_000).outcome(at_least) == outcome
+
+
+def test_clients_share_the_common_test_set_and_not_their_own_splits():
+    assert effective_samples([359] * 10, "common") == pytest.approx(359)
+    assert effective_samples([20, 20, 20], "personal") == pytest.approx(60)
+    counts = [10, 90]  # The variance of the mean is (v / 10 + v / 90) / 4.
+    assert effective_samples(counts, "personal") == pytest.approx(1 / ((1 / 10 + 1 / 90) / 4))
+    assert effective_samples([], "common") is effective_samples([0, 3], "common") is None
+
+
+def test_numbers_of_test_samples_are_named():
+    assert samples_text([359.2, 359]) == "359 test samples"
+    assert samples_text([1000, 114]) == "114 to 1,000 test samples"
+    assert samples_text([1, None]) == "1 test sample, partly unknown"
+    assert samples_text([None]) == "unknown number of test samples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seeds", "images", "noise"), [(3, 359, 0.02), (3, 114, 0.005), (5, 359, 0.01)]
+)
+def test_equal_methods_seldom_differ(seeds, images, noise):
+    """Simulate equally accurate methods with seed noise; few images differ between seeds only.
+
+    Two standard errors over the seeds report a difference in more than 15 % of the cases.
+    """
+    rng = np.random.default_rng(seeds)
+    trials, clear, by_seeds = 4000, 0, 0
+    for _ in range(trials):
+        # Each image is correct with either method with its own probability, equal for both.
+        likely = rng.beta(8, 0.5, images)
+        drift = rng.normal(0, noise, (2, seeds, 1))
+        correct = rng.random((2, seeds, images)) < np.clip(likely + drift, 0, 1)
+        ours, theirs = (pd.Series(each) for each in correct.mean(-1))
+        found = Difference.of(ours, theirs, images)
+        clear += found.is_clear
+        by_seeds += abs(found.mean) > 2 * found.seed_error
+    assert clear / trials < 0.06
+    assert by_seeds / trials > 0.1
 
 
 def rejected_by_steps(values, level):

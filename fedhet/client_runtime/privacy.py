@@ -173,7 +173,8 @@ class Withholding(NoPrivacy):
             LOG.info("%s: round %d: training loss %.4f", self._node.name, self._round, loss)
         common = {key: value for key, value in measured.scores.items() if key[1] == "common"}
         majority = {name: each for name, each in measured.majority.items() if name == "common"}
-        return Measured(common, epsilon=self.epsilon(), majority=majority)
+        tested = {name: each for name, each in measured.tested.items() if name == "common"}
+        return Measured(common, epsilon=self.epsilon(), majority=majority, tested=tested)
 
     def epsilon(self) -> float | None:
         """Return the epsilon consumed by the run so far, or None without differential privacy."""

@@ -60,6 +60,7 @@ from fedhet.runs.measures import (
     MISSING_BASE,
     Measured,
     by_score_key,
+    count_tested,
     peak_memory_mb,
     timed,
     write_measures,
@@ -541,4 +542,5 @@ def _measured(
             for (protocol, _), score in scores.items()
             if not math.isnan(score.majority)
         },
+        tested=count_tested(scores),
     )

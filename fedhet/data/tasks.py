@@ -562,7 +562,8 @@ class Regression(Task):
         scores = measure(metrics, made(predicted, intervals=intervals))
         headline = self.metrics[0]
         baseline = measure([headline], made(np.broadcast_to(truth.mean(0), truth.shape)))
-        return Evaluation(math.nan, loss, scores, baseline.get(headline, math.nan))
+        majority = baseline.get(headline, math.nan)
+        return Evaluation(math.nan, loss, scores, majority, len(split))
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
         """Group the samples into tenths by the value of the first target, in ascending order."""
@@ -731,7 +732,7 @@ class MultiLabel(Task):
         if not (baseline := measure([headline], constant)):
             return Evaluation(math.nan, loss)
         scores = measure(metrics, self._predictions(truth, likely))
-        return Evaluation(math.nan, loss, scores, baseline[headline])
+        return Evaluation(math.nan, loss, scores, baseline[headline], len(split))
 
     @staticmethod
     def _predictions(truth: Array, likely: Array) -> Predictions:

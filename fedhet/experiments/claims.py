@@ -8,7 +8,6 @@ list.json, the list of tables that `fedhet table` prints.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from fedhet.base.errors import StateError
 from fedhet.config.reference import with_part
-from fedhet.experiments.paper import OUTCOMES, Comparison, TableResult, cells
+from fedhet.experiments.paper import Comparison, TableResult, cells
 from fedhet.experiments.plan import (
     FIELD,
     SIZES,
@@ -32,6 +31,7 @@ from fedhet.experiments.plan import (
     table_names,
 )
 from fedhet.methods.registry import shipped_names
+from fedhet.report.differences import OUTCOMES
 from fedhet.report.tables import Cell, Cells, escape_markdown, markdown
 from fedhet.runs.directory import read_validated
 
@@ -52,9 +52,6 @@ MAX_ROWS = {"tiny": 6, "small": 30, "paper": 30}
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons in its table."""
 WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
-MAX_SEEDS = 100
-"""Maximum number of seeds to suggest. If more seeds are needed, only a larger federation can decide
-the claim."""
 
 
 def read_finished(folder: Path) -> list[TableResult]:
@@ -111,27 +108,6 @@ class TestedClaim:
     def verdict(self) -> str:
         """Verdict on the claim, one of `VERDICTS` (see `verdict_of`)."""
         return verdict_of(self.counts)
-
-    @property
-    def seeds_to_decide(self) -> int | None:
-        """Number of seeds that would decide the claim if differences and spreads stayed the same.
-
-        A single comparison that points against the claim can refute it. If no comparison points
-        against it, every comparison within noise must be confirmed. n seeds decide a comparison if
-        |difference| > 2 SE(n), where SE(n) = SE(k) sqrt(k / n) and k is the number of seeds that
-        were run. The result is None if the claim is decided or not measured, or if a difference is
-        zero.
-        """
-        if self.verdict != "not-told-apart":
-            return None
-        needed: dict[bool, list[float]] = {True: [], False: []}
-        for each in self.comparisons:
-            if each.outcome == "within noise" and each.difference is not None and each.se:
-                ratio = 2 * each.se / each.difference if each.difference else math.inf
-                needed[ratio > 0].append(len(self.result.seeds) * ratio**2)
-        refuting, confirming = needed[False], needed[True]
-        seeds = min(refuting) if refuting else max(confirming, default=math.inf)
-        return math.floor(seeds) + 1 if math.isfinite(seeds) else None
 
 
 def verdict_of(outcomes: Collection[str]) -> str:

@@ -48,7 +48,8 @@ from fedhet.runs.units import plural
 GOES_ON = "the same command continues the table"
 MEANING = (
     "A claim holds if it holds in all comparisons of its table, and does not hold if it fails in "
-    "one, each beyond two standard errors."
+    "one. A comparison counts if its 95 % confidence interval over seeds and test samples excludes "
+    "zero."
 )
 
 
@@ -151,8 +152,10 @@ def show_result(result: paper.TableResult, table: PaperTable) -> None:
     """Print a table's numbers and the outcome of every comparison."""
     console.print(printed(paper.cells(result, table)))
     say(paper.LEGEND)
+    say(result.about(table))
     if result.comparisons:
         console.print(printed(paper.claims(result)))
+        say(paper.DIFFERENCES)
 
 
 def show_tables(word: str, folder: Path | None, default: Path) -> None:
@@ -167,15 +170,11 @@ def show_tables(word: str, folder: Path | None, default: Path) -> None:
         )
     for result in results:
         table = read_table(result.table)
-        say(f"{table.title}. {table.source}. {result.about(table)}")
+        say(f"{table.title}. {table.source}.")
         say(" ".join(filter(None, (result.made, result.hardware, result.command))))
         show_result(result, table)
         for claim in claims.claims_in([result]):
-            seeds, more = claim.seeds_to_decide, ""
-            if seeds:
-                number = seeds if seeds <= claims.MAX_SEEDS else f"more than {claims.MAX_SEEDS}"
-                more = f" ({number} seeds would decide it)"
-            say(f"{claims.WORDS[claim.verdict]}{more}: {claim.says}")
+            say(f"{claims.WORDS[claim.verdict]}: {claim.says}")
         for note in (*table.notes, *filter(None, [result.remark])):
             say(f"- {note}")
 

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,20 +26,28 @@ from fedhet.experiments.plan import (
     as_options,
     finished_run,
 )
-from fedhet.report.comparison import Difference
+from fedhet.report.comparison import smallest
+from fedhet.report.differences import OUTCOMES, Difference, sample_error, samples_text
 from fedhet.report.page import render
 from fedhet.report.tables import LATEX_HEAD, Cell, Cells, escape_markdown, markdown, tabular
 from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import NAN, Origin, Summary
+from fedhet.runs.units import plural
 
-OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
-"""Possible outcomes of a comparison."""
 KIB = 1024.0
-COLUMNS = ("row", "column", "method", "metric", "seed", "measured", "printed", "printed_spread")
+COLUMNS = (
+    "row", "column", "method", "metric", "seed", "measured", "printed", "printed_spread",
+    "test_samples",
+)  # fmt: skip
 """Columns in the CSV file, which has one line per cell and seed."""
 LEGEND = (
     "Mean ± standard deviation over the seeds, in the last round; the paper's numbers in "
     "parentheses."
+)
+DIFFERENCES = (
+    "Difference for the same seed: mean ± standard error over the seeds and the test samples. A "
+    "comparison holds, or does not hold, if the 95 % confidence interval (Student's t) excludes "
+    "zero. If the number of test samples is unknown, the error covers only the seeds."
 )
 TAU = (
     "Kendall's τ compares the order of the rows with the paper's order: 1 if they are equal, -1 "
@@ -48,19 +56,44 @@ TAU = (
 
 
 class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """Comparison of two cells for a claim: their difference, paired by seed, and the outcome."""
+    """Comparison of two cells for a claim: their difference, paired by seed, and its errors.
+
+    The outcome is not stored, so that a stored table always has the outcome that
+    `fedhet.report.differences` defines.
+    """
 
     claim: str
     where: str
     above: str
     below: str
-    outcome: Literal["holds", "within noise", "does not hold", "not measured"]
-    """Outcome; "within noise" if the difference does not exceed two standard errors."""
+    at_least: float = 0.0
+    """Difference that the claim states."""
     difference: float | None = None
     """Mean difference over the seeds, in the unit of the published numbers, or None if not
     measured."""
-    se: float | None = None
-    """Standard error of `difference`."""
+    seed_error: float | None = None
+    """Standard error of `difference` over the seeds."""
+    seeds: int = 0
+    """Number of seeds that both cells share."""
+    test_samples: int | Literal["unknown"] | None = None
+    """Number of test samples, or None if the cells do not show accuracies."""
+    unit: float = 1.0
+    """Accuracy of a perfect model: 1, or 100 for percentages."""
+
+    @property
+    def measured(self) -> Difference:
+        """Difference with its errors."""
+        if self.difference is None or self.seed_error is None:
+            return Difference(n=self.seeds)
+        known = isinstance(self.test_samples, int)
+        samples = float(self.test_samples) if known else None  # type: ignore[arg-type]
+        error = self.unit * sample_error(self.difference / self.unit, samples) if samples else 0.0
+        return Difference(self.difference, self.seed_error, self.seeds, error, samples)
+
+    @property
+    def outcome(self) -> str:
+        """Outcome of the claim in this comparison, one of `OUTCOMES`."""
+        return self.measured.outcome(self.at_least)
 
 
 Measured = tuple[float | None, float | None]
@@ -90,6 +123,8 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     """Kendall's tau between measured and published numbers, by column."""
     cells: dict[str, dict[str, Measured]] = Field(default_factory=dict)
     """Measured values, by row and column, in the unit of the published numbers."""
+    test_samples: dict[str, int | Literal["unknown"] | None] = Field(default_factory=dict)
+    """Smallest number of test samples in each column, or None for columns without accuracies."""
     comparisons: list[Comparison] = Field(default_factory=list)
 
     @property
@@ -105,8 +140,12 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         return " ".join([words, *as_options(self.settings)])
 
     def about(self, table: PaperTable) -> str:
-        """Return a line with the size and, if runs are missing, the number of finished runs."""
-        line = f"Size {self.size}: {table.sizes[self.size].says}"
+        """Return a line with the size, and the numbers of seeds, test samples, and missing runs."""
+        line = f"Size {self.size}: {table.sizes[self.size].says} {plural(len(self.seeds), 'seed')}"
+        counts = [each for each in self.test_samples.values() if each is not None]
+        if counts:
+            line += f", {samples_text(None if each == 'unknown' else each for each in counts)}"
+        line += "."
         if self.finished < self.runs:
             line += f" {self.finished} of {self.runs} runs are finished."
         return line
@@ -136,12 +175,25 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
 
 
 @dataclass(frozen=True)
+class Measurements:
+    """Measurements of a cell."""
+
+    cell: PlannedCell
+    values: pd.Series
+    """Values by seed, in the unit of the published numbers."""
+    unit: float
+    """Accuracy of a perfect model in this unit."""
+    samples: int | Literal["unknown"] | None
+    """Smallest number of test samples of any run, or None if the cell does not show accuracies."""
+
+
+@dataclass(frozen=True)
 class Results:
     """Measurements from a table's finished runs."""
 
     plan: Plan
-    cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
-    """Cells, with their measurements by seed in the unit of the published numbers."""
+    cells: Mapping[Place, Measurements]
+    """Cells, with their measurements by seed."""
     result: TableResult
 
 
@@ -150,16 +202,20 @@ def collect(plan: Plan) -> Results:
     cells = {}
     for cell in plan.cells:
         is_amount = cell.metric.startswith(("figure/", "bytes/"))  # Other metrics are accuracies.
-        in_percent = plan.table.unit == "percent" and not is_amount
+        unit = 100.0 if plan.table.unit == "percent" and not is_amount else 1.0
         finished = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
         values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
-        series = pd.Series(values, dtype=float).dropna() * (100.0 if in_percent else 1.0)
-        cells[cell.row.name, cell.column.name] = cell, series
+        series = pd.Series(values, dtype=float).dropna() * unit
+        samples: int | Literal["unknown"] | None = None
+        if not (is_amount or cell.metric.endswith("/std")) and len(series):
+            count = smallest(_test_samples(finished[seed], cell.metric) for seed in series.index)
+            samples = "unknown" if count is None else round(count)
+        cells[cell.row.name, cell.column.name] = Measurements(cell, series, unit, samples)
     runs = [run for run in plan.runs if run.finished]
     origins = [read_if_exists(run.directory / "run.json", Origin) or Origin() for run in runs]
     measured: dict[str, dict[str, Measured]] = {}
-    for (row, column), (_, values) in cells.items():
-        numbers = float(values.mean()), float(values.std())
+    for (row, column), each in cells.items():
+        numbers = float(each.values.mean()), float(each.values.std())
         measured.setdefault(row, {})[column] = (_rounded(numbers[0]), _rounded(numbers[1]))
     result = TableResult(
         table=plan.name,
@@ -175,6 +231,10 @@ def collect(plan: Plan) -> Results:
             for column in plan.table.columns_in(plan.size)
         },
         cells=measured,
+        test_samples={
+            column.name: _fewest(each for (_, name), each in cells.items() if name == column.name)
+            for column in plan.table.columns_in(plan.size)
+        },
         comparisons=_compare(plan.table, cells),
     )
     return Results(plan, cells, result)
@@ -189,9 +249,15 @@ def _rounded(value: float, digits: int = 4) -> float | None:
     return None if math.isnan(value) else round(value, digits)
 
 
-def _compare(
-    table: PaperTable, cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
-) -> list[Comparison]:
+def _fewest(cells: Iterable[Measurements]) -> int | Literal["unknown"] | None:
+    """Return the smallest number of test samples of any cell with accuracies."""
+    counts = [cell.samples for cell in cells if cell.samples is not None]
+    if "unknown" in counts:
+        return "unknown"
+    return min((each for each in counts if each != "unknown"), default=None)
+
+
+def _compare(table: PaperTable, cells: Mapping[Place, Measurements]) -> list[Comparison]:
     """Compare each claim with the measurements, for each pair of names that the claim compares.
 
     If a claim compares rows, there is one comparison per pair and column. If it compares columns,
@@ -206,27 +272,33 @@ def _compare(
             ends = [(name, where) if by_rows else (where, name) for name in (above, below)]
             if above == below or not all(end in cells for end in ends):
                 continue
-            d = Difference.of(*(cells[end][1] for end in ends))
-            place = {"claim": claim.says, "where": where, "above": above, "below": below}
-            if math.isnan(d.mean):
-                comparisons.append(Comparison(**place, outcome="not measured"))
-                continue
-            clear: Any = "holds" if d.mean > 0 else "does not hold"
-            outcome = clear if d.is_clear else "within noise"
-            both = {"difference": round(d.mean, 4), "se": _rounded(d.se)}
-            comparisons.append(Comparison(**place, outcome=outcome, **both))
+            first, second = (cells[end] for end in ends)
+            d = Difference.of(first.values, second.values)
+            comparison = Comparison(
+                claim=claim.says,
+                where=where,
+                above=above,
+                below=below,
+                at_least=claim.at_least,
+                difference=_rounded(d.mean),
+                seed_error=_rounded(d.seed_error),
+                seeds=d.n,
+                test_samples=_fewest([first, second]),
+                unit=first.unit,
+            )
+            comparisons.append(comparison)
     return comparisons
 
 
-def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) -> float:
+def _kendall(cells: Mapping[Place, Measurements], column: str) -> float:
     """Return Kendall's tau between the measured and published numbers in a column.
 
     The result is NaN if fewer than two rows have both numbers.
     """
     both = [
-        (values.mean(), cell.printed)
-        for (_, name), (cell, values) in cells.items()
-        if name == column and cell.printed is not None and len(values)
+        (each.values.mean(), each.cell.printed)
+        for (_, name), each in cells.items()
+        if name == column and each.cell.printed is not None and len(each.values)
     ]
     if len(both) < 2:
         return NAN
@@ -254,6 +326,20 @@ def _value(path: Path, metric: str) -> float:
     return float(getattr(run.last(first, second), statistic))
 
 
+def _test_samples(path: Path, metric: str) -> float | None:
+    """Return the number of test samples behind an accuracy, or None if it is unknown.
+
+    For a ratio of two accuracies, the error of the first accuracy is a lower bound on the error.
+    """
+    first, second, *_ = metric.split("/")
+    run = finished_run(path)
+    return (
+        run.test_samples(second, "private")
+        if first == "relative"
+        else run.test_samples(first, second)
+    )
+
+
 # --- output formats ---------------------------------------------------------------------------
 
 
@@ -269,10 +355,12 @@ def write_results(results: Results, out: Path) -> Path:
     ):
         table = csv.writer(file)
         table.writerow(COLUMNS)
-        for place, (cell, values) in results.cells.items():
+        for place, each in results.cells.items():
+            cell = each.cell
             first = (*place, cell.row.method, cell.metric)
-            for seed, value in values.items():
-                table.writerow((*first, seed, value, cell.printed, cell.printed_spread))
+            for seed, value in each.values.items():
+                numbers = value, cell.printed, cell.printed_spread
+                table.writerow((*first, seed, *numbers, each.samples))
     page = render(
         "table.html",
         "fedhet.experiments",
@@ -283,6 +371,7 @@ def write_results(results: Results, out: Path) -> Path:
         table=cells(result, plan.table),
         legend=f"{LEGEND} {TAU}",
         claims=claims(result) if result.comparisons else None,
+        differences=DIFFERENCES,
         notes=plan.table.notes,
         runs=plan.runs,
     )
@@ -293,14 +382,14 @@ def write_latex(results: Results, out: Path) -> Path:
     """Write the table and its claims to NAME-SIZE.tex, and return the file's path.
 
     In each column of scores, the best value is bold and the second-best value is underlined. A
-    dagger marks differences beyond two standard errors.
+    dagger marks differences whose confidence interval excludes zero.
     """
     plan, result = results.plan, results.result
     # Map columns of scores to 1 if higher numbers are better, or to -1 otherwise.
     scored = {}
     for column in plan.table.columns_in(plan.size):
-        of_column = [cell for (_, name), (cell, _) in results.cells.items() if name == column.name]
-        metrics = {cell.metric for cell in of_column}
+        of_column = [each for (_, name), each in results.cells.items() if name == column.name]
+        metrics = {each.cell.metric for each in of_column}
         if not any(metric.startswith("figure/") for metric in metrics):
             lower = any(each.endswith("/std") or each.startswith("bytes/") for each in metrics)
             scored[column.name] = -1 if lower else 1
@@ -346,6 +435,7 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
     ]
     if result.comparisons:
         folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(result))}"
+        folded += f"\n{DIFFERENCES}\n"
         parts += [markdown(outcomes(result)), f"{folded}\n</details>\n"]
     parts += [f"- {escape_markdown(note)}\n" for note in table.notes]
     return "\n".join(parts)
@@ -403,8 +493,16 @@ def claims(result: TableResult) -> Cells:
             "claim": [Cell(each.claim) for each in found],
             "where": [Cell(f"{each.where}: {each.above} against {each.below}") for each in found],
             "difference": [
-                Cell("" if each.difference is None else f"{each.difference:+.2f} ± {each.se:.2f}")
+                Cell(
+                    ""
+                    if each.difference is None
+                    else f"{each.difference:+.2f} ± {each.measured.se:.2f}"
+                )
                 for each in found
+            ],
+            "seeds": [Cell(str(each.seeds)) for each in found],
+            "test samples": [
+                Cell("–" if each.test_samples is None else str(each.test_samples)) for each in found
             ],
             "holds?": [Cell(each.outcome) for each in found],
         },

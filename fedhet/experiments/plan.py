@@ -137,6 +137,9 @@ class PlaceSettings(Line):
 class Claim(_Part):
     """Claim of the paper that each value in `above` is greater than each value in `below`."""
 
+    at_least: float = 0.0
+    """Difference that the claim states, in the unit of the published numbers; 0 if the paper claims
+    only a direction."""
     says: str
     above: list[str] = Field(min_length=1)
     below: list[str] = Field(min_length=1)

@@ -267,6 +267,8 @@ class Evaluation:
     """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
     """Headline score of a constant prediction: the most frequent class or the mean (regression)."""
+    samples: int = 0
+    """Number of test samples, or 0 if it is unknown."""
 
 
 @torch.inference_mode()
@@ -300,7 +302,9 @@ def evaluate(
             if all_logits is not None:
                 all_logits.append(logits)
     num_correct, total = torch.stack([correct, loss]).tolist()  # Synchronize once for all batches.
-    return Evaluation(num_correct / len(y), total / len(y), majority=most_frequent / len(y))
+    return Evaluation(
+        num_correct / len(y), total / len(y), majority=most_frequent / len(y), samples=len(y)
+    )
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Comparison of groups of runs that differ only in their seeds, with paired differences.
 
 Runs with the same seed share data, splits and initial weights, as far as their settings allow.
-Therefore, the difference between two methods varies less over seeds than their accuracies. Tests of
-the differences use Holm's correction. SciPy is imported only if a test is requested.
+Therefore, the difference between two methods varies less over seeds than their accuracies.
+`fedhet.report.differences` computes the errors and the tests of the differences.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
 from fedhet.base.errors import SettingsError, StateError, nearest
 from fedhet.base.metrics import ACCURACY, MAX_ERROR, Metric, in_order, metric_of
+from fedhet.report.differences import TESTS, Difference, holm, p_value, samples_text
 from fedhet.report.run import TEST_SETS, Run, load_run, where
 from fedhet.runs.measures import Tail
-from fedhet.runs.records import KINDS, NAN, Score
-from fedhet.runs.units import path_text, percent, position, score
+from fedhet.runs.records import KINDS, NAN, Partition, Score
+from fedhet.runs.units import path_text, percent, plural, position, score
 from fedhet.settings.run import where_it_ran
 from fedhet.settings.text import as_text
 
+MAX_NAMED = 4
+"""Maximum number of different models, seeds, or splits that a note names."""
 Column = tuple[str, str]
 """A protocol and a kind of model."""
 HEADLINE = "headline"
 """Kind in a column that contains the headline score of each method, whose kinds differ."""
 BASELINE = "local"
 """Default baseline method, if it is among the runs."""
-MIN_STANDARD_ERRORS = 2.0
-"""Distance from zero, in standard errors, beyond which a difference is marked."""
-TESTS = {"none": "", "t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}
-"""Titles of the statistical tests for the differences; see `p_value`."""
-DIGITS = 12
-"""Number of decimals to which differences are rounded, to remove floating-point errors."""
 
 
 # --- groups of runs ------------------------------------------------------------------------
@@ -80,6 +77,12 @@ class Group:
         return all(run.finished for run in self.runs)
 
     @property
+    def model_names(self) -> str:
+        """Models of the clients, with the number of clients, e.g. "cnn2 (3), mlp (2)"."""
+        counts = Counter(self.runs[0].models.values())
+        return ", ".join(f"{name} ({counts[name]})" for name in sorted(counts)) or "unknown models"
+
+    @property
     def seeds(self) -> tuple[int | None, ...]:
         """Seeds of the runs in the group."""
         return tuple(run.seed for run in self.runs)
@@ -105,6 +108,11 @@ class Group:
         """Return the mean and std, over runs, of the worst client's score in the last round."""
         column = self.resolved(column)
         return Spread.of(run.last(*column).worst for run in self.runs)
+
+    def test_samples(self, column: Column) -> float | None:
+        """Return the smallest number of test samples of any run, or None if it is unknown."""
+        column = self.resolved(column)
+        return smallest(run.test_samples(*column) for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
         """Return the runs' mean scores by seed; `of` is `Run.last` or `Run.tail`."""
@@ -134,6 +142,12 @@ class Group:
         """Return the mean and std of a method's metric in each round."""
         absent = pd.Series(dtype=float)
         return over_seeds([run.method_metrics.get(metric, absent) for run in self.runs])
+
+
+def smallest(counts: Iterable[float | None]) -> float | None:
+    """Return the smallest number of test samples, or None if any number is unknown."""
+    known = [*counts]
+    return None if None in known or not known else min(each for each in known if each is not None)
 
 
 def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
@@ -243,38 +257,6 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Paired differences between the scores of two groups, over their shared seeds.
-
-    With fewer than two shared seeds, the mean and the standard error are NaN.
-    """
-
-    per_seed: Mapping[int, float] = field(default_factory=dict)
-    mean: float = NAN
-    se: float = NAN
-    """Standard error of the mean difference."""
-
-    @classmethod
-    def of(cls, scores: pd.Series, baseline: pd.Series) -> Difference:
-        """Compute `scores` minus `baseline`; both series are indexed by seed."""
-        differences = (scores - baseline).dropna().sort_index().round(DIGITS)
-        per_seed = {int(seed): float(value) for seed, value in differences.items()}
-        if len(differences) < 2:
-            return cls(per_seed)
-        return cls(per_seed, float(differences.mean()), float(differences.sem(ddof=1)))
-
-    @property
-    def n(self) -> int:
-        """Number of shared seeds."""
-        return len(self.per_seed)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the mean is more than two standard errors from zero."""
-        return abs(self.mean) > MIN_STANDARD_ERRORS * self.se
-
-
-@dataclass(frozen=True)
 class Pair:
     """Paired differences between a group and its baseline."""
 
@@ -359,10 +341,22 @@ class Comparison:
         return any(len(group.runs) > 1 for group in self.groups)
 
     @property
+    def test_samples(self) -> str:
+        """Numbers of test samples of the headline score, as text."""
+        return samples_text(
+            group.test_samples(self.headline)
+            for group in self.groups
+            if group.score(self.headline).n
+        )
+
+    @property
     def basis(self) -> str:
         """Description of the table and of the order of its rows."""
         metric = "" if self.metric.name == ACCURACY else f", {self.metric.title}"
-        return f"last round{metric}, mean ± std over seeds; ordered by {' '.join(self.headline)}"
+        return (
+            f"last round{metric}, mean ± std over seeds; ordered by {' '.join(self.headline)} "
+            f"({self.test_samples})"
+        )
 
     @property
     def title(self) -> str:
@@ -551,13 +545,21 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     """Return notes on differences between groups that limit the comparison."""
     notes = []
     datasets = sorted({group.dataset for group in groups})
+    test_sets = {group.label: group.test_samples(column) for group in groups}
     if len(datasets) > 1:
         notes.append(f"Scores on different datasets are not comparable: {', '.join(datasets)}.")
     rounds = sorted({run.done for group in groups for run in group.runs})
     if len(rounds) > 1:
         notes.append(f"The runs have different numbers of rounds: {', '.join(map(str, rounds))}.")
-    if len({tuple(map(str, group.seeds)) for group in groups}) > 1:
-        notes.append("The groups have different seeds.")
+    notes += unequal(
+        "The seeds differ", {group.label: ", ".join(map(str, group.seeds)) for group in groups}
+    )
+    notes += unequal("The models differ", {group.label: group.model_names for group in groups})
+    notes += unequal(
+        "The test sets differ",
+        {name: samples_text([count]) for name, count in test_sets.items() if count is not None},
+    )
+    notes += _unequal_splits(groups)
     missing = [group.label for group in groups if group.score(column).n == 0]
     if missing:
         models = "models" if column[1] == HEADLINE else f"{column[1]} models"
@@ -572,6 +574,43 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
             f"{where(name)}; see the columns '{name} …'."
         )
     return notes
+
+
+def unequal(problem: str, texts: Mapping[str, str]) -> list[str]:
+    """Return a note that names each text and its groups, or [] if all groups have the same text."""
+    labels: dict[str, list[str]] = {}
+    for label, text in texts.items():
+        labels.setdefault(text, []).append(label)
+    if len(labels) < 2:
+        return []
+    parts = [f"{text} ({'; '.join(names)})" for text, names in labels.items()]
+    shown = " | ".join(parts[:MAX_NAMED])
+    more = f" | and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
+    return [f"{problem}, so the comparison is not only of methods: {shown}{more}."]
+
+
+def _unequal_splits(groups: Sequence[Group]) -> list[str]:
+    """Return a note on the first seed for which the clients of two groups have different samples.
+
+    Splits are compared by the number of samples per class and client.
+    """
+    for seed in sorted(
+        {run.seed for group in groups for run in group.runs if run.seed is not None}
+    ):
+        splits: list[Partition] = []
+        texts = {}
+        for group in groups:
+            for run in group.runs:
+                if run.seed == seed and run.partition:
+                    if run.partition not in splits:
+                        splits.append(run.partition)
+                    clients = plural(len(run.partition.counts), "client")
+                    total = sum(map(sum, run.partition.counts.values()))
+                    number = splits.index(run.partition) + 1
+                    texts[group.label] = f"split {number}, {clients}, {total:,} samples"
+        if notes := unequal(f"The data splits of seed {seed} differ", texts):
+            return notes
+    return []
 
 
 # --- paired differences ----------------------------------------------------------------------
@@ -598,12 +637,19 @@ def pair_groups(
             continue
         last = tail = Difference()
         if group.dataset == baseline.dataset:
+            samples = None
+            if group.runs[0].metric == ACCURACY:  # Other scores are not fractions of the samples.
+                sides = group.test_samples(column), baseline.test_samples(baseline_column)
+                samples = smallest(sides)
             last, tail = (
-                Difference.of(group.by_seed(column, of), baseline.by_seed(baseline_column, of))
+                Difference.of(
+                    group.by_seed(column, of), baseline.by_seed(baseline_column, of), samples
+                )
                 for of in (Run.last, Run.tail)
             )
-        p = p_value([*last.per_seed.values()], test)
-        pairs.append(Pair(group, baseline, column, baseline_column, last, tail, p))
+        pairs.append(
+            Pair(group, baseline, column, baseline_column, last, tail, p_value(last, test))
+        )
     corrected = holm([pair.p for pair in pairs])
     return tuple(replace(pair, p=p) for pair, p in zip(pairs, corrected, strict=True))
 
@@ -638,37 +684,3 @@ def _baselines(
             f"{name!r} {where(column[0])} ({', '.join(kinds) or 'none'}), got {kind!r}"
         )
     return baselines, baseline_column
-
-
-def p_value(differences: Sequence[float], test: str) -> float:
-    """Return the two-sided p-value of the hypothesis that the differences are centered at 0.
-
-    Returns NaN if the p-value cannot be computed. The t-test assumes a normal distribution, and the
-    Wilcoxon signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the
-    Wilcoxon test is at least 2^(1-n), e.g. 0.25 for three seeds and 0.0625 for five seeds.
-    """
-    from scipy import stats
-
-    differences = [round(each, DIGITS) for each in differences]
-    if test == "none" or len(differences) < 2 or not any(differences):
-        return NAN
-    if test == "wilcoxon":
-        return float(stats.wilcoxon(differences).pvalue)
-    if len(set(differences)) == 1:  # The t-test needs a positive standard deviation.
-        return NAN
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Apply Holm's correction to p-values, to bound the family-wise error rate.
-
-    Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979. The i-th smallest of m
-    p-values is multiplied by m - i + 1, and is at least the previous corrected value. NaN is
-    unchanged and not counted.
-    """
-    valid = sorted((value, index) for index, value in enumerate(values) if not math.isnan(value))
-    corrected, largest = list(values), 0.0
-    for rank, (value, index) in enumerate(valid):
-        largest = max(largest, min(1.0, (len(valid) - rank) * value))
-        corrected[index] = largest
-    return corrected

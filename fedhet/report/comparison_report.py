@@ -14,17 +14,10 @@ from matplotlib.figure import Figure
 from pydantic_core import to_json
 
 from fedhet.base.disk import Folder, write_text
+from fedhet.base.metrics import ACCURACY
 from fedhet.report import style
-from fedhet.report.comparison import (
-    HEADLINE,
-    TESTS,
-    Column,
-    Comparison,
-    Difference,
-    Group,
-    Spread,
-    compare,
-)
+from fedhet.report.comparison import HEADLINE, Column, Comparison, Group, Spread, compare
+from fedhet.report.differences import TESTS, Difference
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, where
 from fedhet.report.style import Drawing
@@ -57,8 +50,14 @@ MAX_CURVES = 12
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
 TAIL_OF = "tail: mean over the last fifth of the rounds, for"
 PAIRED = (
-    "Paired differences: mean ± standard error over the n shared seeds. "
-    f"{MARK}: more than two standard errors from zero."
+    "Paired differences: mean ± standard error over the n shared seeds and the test samples. "
+    f"{MARK}: the 95 % confidence interval (Student's t) excludes zero."
+)
+SEEDS_ONLY = PAIRED.replace(" and the test samples", "")
+"""Legend for metrics other than the accuracy, whose error due to test samples is unknown."""
+UNKNOWN = (
+    "If the number of test samples is unknown, the standard error covers only the seeds, so the "
+    "difference can be one test sample."
 )
 WORDS = ("run", "dataset", "model")
 """Columns of a comparison's table that contain text."""
@@ -189,7 +188,8 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
         return {"rounds": frame.index.tolist(), **frame.to_dict("list")}
 
     def difference(values: Difference) -> dict[str, object]:
-        return {**asdict(values), "n": values.n, "beyond_2_se": values.is_clear}
+        combined = {"se": values.se, "margin": values.margin, "is_clear": values.is_clear}
+        return asdict(values) | combined
 
     def scores(group: Group) -> dict[str, dict[str, object]]:
         by_protocol: dict[str, dict[str, object]] = {}
@@ -312,6 +312,11 @@ def paired_cells(comparison: Comparison) -> Cells | None:
         "run": [Cell(printable(named(pair.group, pair.column))) for pair in pairs],
         "against": [Cell(printable(label)) for label in against],
         "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
+        **(
+            {"test samples": [_samples(pair.last.samples) for pair in pairs]}
+            if metric == ACCURACY
+            else {}
+        ),
         "last round": differences([(pair.last, pair.fault) for pair in pairs]),
         "tail": differences([(pair.tail, ABSENT) for pair in pairs]),
     }
@@ -320,12 +325,20 @@ def paired_cells(comparison: Comparison) -> Cells | None:
     return Cells(columns, words=2)
 
 
+def _samples(count: float | None) -> Cell:
+    """Format a number of test samples; a difference without this number has no error for it."""
+    return Cell("unknown" if count is None else f"{count:,.0f}", NAN if count is None else count)
+
+
 def paired_legend(comparison: Comparison) -> str:
     """Return the legend for the paired differences."""
+    legend = PAIRED if comparison.metric.name == ACCURACY else SEEDS_ONLY
+    if any(pair.last.n > 1 and pair.last.samples is None for pair in comparison.pairs):
+        legend += f" {UNKNOWN}" if comparison.metric.name == ACCURACY else ""
     if comparison.test == "none":
-        return PAIRED
+        return legend
     return (
-        f"{PAIRED} p: two-sided {TESTS[comparison.test]} of the last round, with Holm's correction "
+        f"{legend} p: two-sided {TESTS[comparison.test]} of the last round, with Holm's correction "
         "across rows."
     )
 

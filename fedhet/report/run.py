@@ -21,6 +21,7 @@ from fedhet.base.errors import StateError
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import metric_title
+from fedhet.report.differences import effective_samples
 from fedhet.runs import directory
 from fedhet.runs.measures import Tail, tail_of
 from fedhet.runs.records import (
@@ -52,6 +53,11 @@ MEANING = {
     HELD_OUT_EPOCH: "the same model after one local epoch",
 }
 """Descriptions of the protocols and of common kinds of models."""
+TEST_SAMPLES = {
+    "digits": 359, "breast-cancer": 114, "adult": 16_281,
+    "mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000,
+}  # fmt: skip
+"""Size of the common test set of each published dataset, for runs that did not record it."""
 STATISTICS = ["mean", "std", "worst"]
 STAGES = ("train", "evaluate", "server", "overhead")
 
@@ -197,6 +203,23 @@ class Run:
     def last(self, protocol: str, kind: str) -> Score:
         """Return the scores in the last round, or an empty score if the round was not evaluated."""
         return self.scores.get(protocol, {}).get(kind, Score())
+
+    def test_samples(self, protocol: str, kind: str) -> float | None:
+        """Return the number of test samples behind a mean score, or None if it is unknown.
+
+        The number is computed by `effective_samples` from the recorded numbers. Runs without these
+        numbers have a known number only if the dataset determines the size of the common test set.
+        """
+        names = self.last(protocol, kind).per_client
+        recorded = self.last_evaluated.tested.get(protocol, {}) if self.last_evaluated else {}
+        counts = [recorded[name] for name in names if name in recorded]
+        if counts and len(counts) == len(names):
+            return effective_samples(counts, protocol)
+        size = TEST_SAMPLES.get(str(self.settings.get("data.dataset")).partition(":")[0])
+        if recorded or size is None or protocol != "common" or self.origin.own_data:
+            return None
+        limit = self.settings.get("data.max-test-samples")
+        return min(size, limit) if isinstance(limit, int) and limit else size
 
     def tail(self, protocol: str, kind: str) -> Tail:
         """Return the mean score over the last fifth of the recorded rounds.

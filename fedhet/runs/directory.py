@@ -60,7 +60,10 @@ def record_line(record: RoundRecord) -> str:
     Optional fields are omitted if they are empty.
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
-    optional = "majority", "metrics", "unevaluated", "absent", "late", "ages", "clock", "epsilon"
+    optional = (
+        "majority", "tested", "metrics", "unevaluated", "absent", "late", "ages", "clock",
+        "epsilon",
+    )  # fmt: skip
     for name in optional:
         if not content[name]:
             del content[name]

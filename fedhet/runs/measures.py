@@ -43,6 +43,8 @@ Result = TypeVar("Result")
 MAX_REPORTED = 1e15
 """Maximum loss, time or size that a client may report. With this limit, sums and squares are
 finite."""
+MAX_TESTED = 1e9
+"""Maximum number of test samples that a client may report."""
 ScoreKey = tuple[str, str, str]
 """Key of a score: metric, protocol (test set), and kind of model."""
 BUDGET_EXHAUSTED = "spent"
@@ -58,9 +60,11 @@ epoch."""
 MAJORITY = "majority"
 """Prefix of the metric for the headline score of a constant prediction, such as the most frequent
 class. The protocol follows the prefix."""
+TESTED = "tested"
+"""Prefix of the metric for the number of test samples. The protocol follows the prefix."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
-    *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
+    *(f"{prefix}.{protocol}" for prefix in (MAJORITY, TESTED) for protocol in PROTOCOLS),
 )  # fmt: skip
 """Metric names written by `write_measures`, other than scores."""
 TAIL = 5
@@ -113,6 +117,8 @@ class Measured:
     """Privacy budget consumed by the run so far, or None without differential privacy."""
     majority: dict[str, float] = field(default_factory=dict)
     """Headline score of a constant prediction on the test split, by protocol."""
+    tested: dict[str, int] = field(default_factory=dict)
+    """Number of test samples, by protocol."""
 
 
 def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
@@ -125,6 +131,11 @@ def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey,
     }
 
 
+def count_tested(scores: Mapping[tuple[str, str], Evaluation]) -> dict[str, int]:
+    """Return the number of test samples, by protocol, of evaluations keyed by (protocol, kind)."""
+    return {protocol: score.samples for (protocol, _), score in scores.items() if score.samples}
+
+
 def write_measures(measured: Measured) -> dict[str, float]:
     """Convert measurements to flat metric names (inverse of `read_measures`)."""
     flat = {".".join(key): value for key, value in measured.scores.items()}
@@ -134,6 +145,7 @@ def write_measures(measured: Measured) -> dict[str, float]:
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
     flat |= {f"{MAJORITY}.{protocol}": value for protocol, value in measured.majority.items()}
+    flat |= {f"{TESTED}.{protocol}": count for protocol, count in measured.tested.items()}
     return flat | measured.metrics
 
 
@@ -175,6 +187,11 @@ def read_measures(
             protocol: number(name, high=metric_of(score_names[0]).highest)
             for protocol in PROTOCOLS
             if (name := f"{MAJORITY}.{protocol}") in metrics
+        },
+        {
+            protocol: int(number(name, low=1.0, high=MAX_TESTED))
+            for protocol in PROTOCOLS
+            if (name := f"{TESTED}.{protocol}") in metrics
         },
     )
 

@@ -213,6 +213,8 @@ class RoundRecord:
     majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
     """Headline score of a constant prediction (the most frequent class or the mean target), by
     protocol and client."""
+    tested: dict[Text, dict[Text, Count]] = field(default_factory=dict)
+    """Number of test samples, by protocol and client. `server` is the server's name."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
     """Scores other than accuracy, by metric."""
     loss: Loss = None

@@ -23,7 +23,7 @@ from fedhet.base.errors import (
     one_line,
 )
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
-from fedhet.runs.measures import Measured, ScoreKey, relative, spread, summarize
+from fedhet.runs.measures import Measured, relative, spread, summarize
 from fedhet.runs.records import ByMetric, RoundRecord, Seconds
 from fedhet.server.calls import RoundResults
 from fedhet.server.members import ClientHealth, Outcome
@@ -194,7 +194,7 @@ class RoundState:
     def record_measured(self, name: str, measured: Measured) -> None:
         """Record a client's measurements."""
         with self._lock:
-            self.scores.record(name, measured.scores, measured.majority)
+            self.scores.record(name, measured)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
             if measured.epsilon is not None:
@@ -441,6 +441,8 @@ class Scoreboard:
         """Clients whose models have changed since their last evaluation."""
         self._majority: dict[str, dict[str, float]] = {}
         """Accuracy of always predicting the majority class, by protocol and client."""
+        self._tested: dict[str, dict[str, int]] = {}
+        """Number of test samples, by protocol and client."""
 
     def mark_outdated(self, names: Iterable[str]) -> None:
         """Record that the models of some clients have changed since their last evaluation."""
@@ -450,15 +452,16 @@ class Scoreboard:
         """Return whether a client's models have changed since their last evaluation."""
         return name in self._outdated
 
-    def record(
-        self, name: str, scores: Mapping[ScoreKey, float], majority: Mapping[str, float]
-    ) -> None:
-        """Record a client's scores and its majority-class accuracies.
+    def record(self, name: str, measured: Measured) -> None:
+        """Record a client's scores, majority-class accuracies, and numbers of test samples.
 
         Removes all earlier scores of the same models, regardless of the metric.
         """
-        for protocol, accuracy in majority.items():
+        scores = measured.scores
+        for protocol, accuracy in measured.majority.items():
             self._majority.setdefault(protocol, {})[name] = accuracy
+        for protocol, count in measured.tested.items():
+            self._tested.setdefault(protocol, {})[name] = count
         for by_protocol in self._scores.values():
             for _, protocol, kind in scores:
                 by_protocol.get(protocol, {}).get(kind, {}).pop(name, None)
@@ -471,6 +474,7 @@ class Scoreboard:
     def write(self, record: RoundRecord) -> None:
         """Write the scores for all metrics to a record. Statistics exclude outdated scores."""
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
+        record.tested = {protocol: dict(each) for protocol, each in self._tested.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
         # Without accuracy (tasks other than classification), keep the order of the scores, in which
         # the headline metric is first.
@@ -483,7 +487,10 @@ class Scoreboard:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable scores for a checkpoint."""
         outdated = sorted(self._outdated)
-        return {"scores": self._scores, "changed": outdated, "majority": self._majority}
+        return {
+            "scores": self._scores, "changed": outdated, "majority": self._majority,
+            "tested": self._tested,
+        }  # fmt: skip
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `to_dict`.
@@ -494,4 +501,7 @@ class Scoreboard:
         self._outdated = set(TypeAdapter(list[str]).validate_python(saved["changed"]))
         self._majority = TypeAdapter(dict[str, dict[str, float]]).validate_python(
             saved.get("majority", {})  # Checkpoints of earlier versions lack this entry.
+        )
+        self._tested = TypeAdapter(dict[str, dict[str, int]]).validate_python(
+            saved.get("tested", {})  # Checkpoints of earlier versions lack this entry.
         )

@@ -33,7 +33,7 @@ from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, evaluate_model
 from fedhet.runs.log import RunLog
-from fedhet.runs.measures import Measured, by_score_key, mean_metrics
+from fedhet.runs.measures import Measured, by_score_key, count_tested, mean_metrics
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import (
     NOTHING,
@@ -564,7 +564,8 @@ class HetStrategy(Strategy):
                 ("common", kind): evaluate_model(model, common, compute, self.run.metrics, task)
                 for kind, model in models.items()
             }
-            self.state.record_measured(SERVER, Measured(by_score_key(scores)))
+            measured = Measured(by_score_key(scores), tested=count_tested(scores))
+            self.state.record_measured(SERVER, measured)
         for name in self.state.update_health(self.members):
             self.forget(name)
         self._sampler.finish()
