@@ -20,7 +20,7 @@ from fedhet.base.metrics import ACCURACY, MAX_ERROR, Metric, in_order, metric_of
 from fedhet.report.differences import TESTS, Difference, holm, p_value, samples_text
 from fedhet.report.run import TEST_SETS, Run, load_run, where
 from fedhet.runs.measures import Tail
-from fedhet.runs.records import KINDS, NAN, Partition, Score
+from fedhet.runs.records import KINDS, NAN, Score
 from fedhet.runs.units import path_text, percent, plural, position, score
 from fedhet.settings.run import where_it_ran
 from fedhet.settings.text import as_text
@@ -597,16 +597,16 @@ def _unequal_splits(groups: Sequence[Group]) -> list[str]:
     for seed in sorted(
         {run.seed for group in groups for run in group.runs if run.seed is not None}
     ):
-        splits: list[Partition] = []
+        splits: list[Mapping[str, list[int]]] = []
         texts = {}
         for group in groups:
             for run in group.runs:
                 if run.seed == seed and run.partition:
-                    if run.partition not in splits:
-                        splits.append(run.partition)
+                    if run.partition.counts not in splits:
+                        splits.append(run.partition.counts)
                     clients = plural(len(run.partition.counts), "client")
                     total = sum(map(sum, run.partition.counts.values()))
-                    number = splits.index(run.partition) + 1
+                    number = splits.index(run.partition.counts) + 1
                     texts[group.label] = f"split {number}, {clients}, {total:,} samples"
         if notes := unequal(f"The data splits of seed {seed} differ", texts):
             return notes

@@ -139,7 +139,7 @@ class Difference:
         """Effective degrees of freedom of `se`."""
         if self.n < 2:
             return NAN
-        parts = [(self.seed_error**2, self.n - 1)]
+        parts = [(self.seed_error**2, float(self.n - 1))]
         if self.samples is not None:
             parts.append((self.sample_error**2, max(self.samples - 1, 1)))
         total = sum(variance for variance, _ in parts)
