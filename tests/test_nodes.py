@@ -16,6 +16,7 @@ from fedhet.server.nodes import Nodes, RetryingGrid, TransferLimiter, registered
 
 GIVEN_UP = SimpleNamespace(reason="its time is over", code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 LOST = SimpleNamespace(reason="objects are unavailable", code=ErrorCode.MESSAGE_UNAVAILABLE)
+UNVERIFIED = SimpleNamespace(reason="The FAB could not be verified.", code=ErrorCode.INVALID_FAB)
 SAYS = {"model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "1,8,8"}
 
 
@@ -168,6 +169,17 @@ def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joini
         f"node site-b is excluded: {rule}, got 'a name with spaces'",
         f"node 2 is excluded: {rule}, got 'another one'",
     ]
+
+
+def test_a_site_that_refuses_an_unsigned_run_is_excluded_with_the_way_to_sign_it(grid, joining):
+    members, manager, notices = joining
+    grid.add(1, "a", registered="a")
+    grid.error, grid.given_up = UNVERIFIED, {"message-0"}
+    assert members.present(manager) == {}
+    (notice,) = notices
+    assert "a is excluded: the site runs only apps that a publisher" in notice
+    assert "fedhet submit --sign" in notice
+    assert len(grid.sent) == 1, "the same run has the same signature, so it is not sent again"
 
 
 def test_a_node_of_a_simulation_has_no_registered_name():
