@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
 
 from fedhet.client_runtime.node import open_client, read_node
 from fedhet.clients.base import HetClient
@@ -130,18 +131,31 @@ def without_times(summary: dict) -> dict:
 class Server:
     """A strategy and its clients, which a test drives round by round."""
 
-    def __init__(self, config: Config, directory: Path, clients: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        clients: int | None = None,
+        proxies: Iterable[ClientProxy] | None = None,
+    ) -> None:
+        """Register `proxies`, or by default simulated clients with partitions of the dataset."""
         method = config.method
         self.log = RunLog(config, directory, workers=1)
         self.strategy: HetStrategy = method.strategy(config, self.log)
         self.manager = SimpleClientManager()
+        for proxy in self._simulated(config, directory, clients) if proxies is None else proxies:
+            self.manager.register(proxy)
+        self.strategy.initialize_parameters(self.manager)
+
+    def _simulated(
+        self, config: Config, directory: Path, clients: int | None
+    ) -> Iterator[ClientProxy]:
         if config.run.privacy.secure_aggregation:
             write_simulated(directory / "state", *simulation.peers_of(self.strategy.data))
         for k in range(config.run.clients if clients is None else clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}
             node = read_node(node_config, config.run, str(directory / "state"), self.strategy.data)
-            self.manager.register(simulation.InlineProxy(config, node))
-        self.strategy.initialize_parameters(self.manager)
+            yield simulation.InlineProxy(config, node)
 
     def ask(self, round: int) -> list[tuple[object, FitIns]]:
         """Return the instructions of a round."""

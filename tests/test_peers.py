@@ -22,6 +22,7 @@ from fedhet.client_runtime.app import within_limits
 from fedhet.client_runtime.node import NodeSettings, read_node
 from fedhet.config import secure
 from fedhet.config.secure import Peer, Peers, read_key, read_peers, read_public, write_key
+from fedhet.deployment.local import LocalDeployment
 
 KEYS = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(6)]
 SITES = tuple(Peer(f"site-{k}", KEYS[k], ("0", "10")) for k in range(5))
@@ -322,6 +323,29 @@ def test_a_site_with_peers_takes_part_in_no_other_run(tmp_path):
     assert within_limits(masked, settings)
     with pytest.raises(SettingsError, match=r"only in runs with secure aggregation.*'peers'"):
         within_limits(small("fedavg", clients=3), settings)
+
+
+def test_a_site_with_peers_ignores_the_limit_of_a_run_for_class_means(tmp_path, caplog):
+    values, _ = node_of(tmp_path, **{"min-samples-per-class": 3})
+    for limit in (1, 3, 50):
+        changes = {"privacy.secure-aggregation": True, "engine.min-samples-per-class": limit}
+        run = small("felo", clients=3, **changes)
+        with caplog.at_level("INFO", "fedhet"):
+            config = within_limits(run, NodeSettings.model_validate(values))
+        assert config.run.engine.min_samples_per_class == 3
+    assert [each.split(" is ignored")[0] for each in caplog.messages] == [
+        f"the run's engine.min-samples-per-class = {limit}" for limit in (1, 50)
+    ]
+
+
+def test_sites_of_a_local_deployment_have_the_limit_of_its_run(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        LocalDeployment, "_start", lambda self, *words, **rest: started.append(words)
+    )
+    LocalDeployment(tmp_path, 3, secure=True, min_samples=5).start_node(0)
+    ((*_, config),) = started
+    assert "min-samples-per-class=5 peers=" in config
 
 
 def test_a_node_has_the_key_that_its_peers_know(tmp_path):

@@ -1,24 +1,33 @@
-"""A private site's replies do not reveal one sample, whatever the server requests.
+"""Nothing that a site sends depends on its samples, whatever the server requests.
 
-Two datasets of a site differ in one sample. A server that chooses settings and instructions must
-see no difference other than noise: the same refusals, messages, and shapes.
+Two datasets of a site differ: in one sample at a site with differential privacy, and also in the
+number of rows at a site with peers. A server that chooses settings and instructions must see no
+difference other than noise and masks: the same refusals, messages, metrics, and shapes.
 """
 
 import shutil
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
-from flwr.common import Context, RecordDict
+from federation import Server
+from flwr.common import Context, EvaluateRes, FitRes, RecordDict
 from PIL import Image
+from rounds import reply_of
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn, permitted, within_limits
 from fedhet.client_runtime.node import NodeSettings, close_clients
-from fedhet.config.resolve import resolve
+from fedhet.config import secure
+from fedhet.config.resolve import resolve, resolve_flower
 from fedhet.data.site import Declaration
+from fedhet.methods.registry import all_methods, find_method, shipped_names
+from fedhet.server.calls import DirectProxy
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import build
+from fedhet.settings.schema import build, kebab
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 DECLARED = "num-classes = 10\nshape = [1, 8, 8]\n"
@@ -26,6 +35,9 @@ ROWS = 60
 READ_FAULT = ("StateError", "DataError at a private client; see the client's log for details")
 NOT_OF_DATA = {"engine.threads", "rounds"}
 """Settings whose values cost time and do not reach data: threads are the whole process's."""
+SITES = ("site-a", "site-b", "site-c")
+LISTED = ("0", "1", "2", "3", "4")
+"""Classes that the peers file lists for each site."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +51,7 @@ def _apart(tmp_path, monkeypatch):
 def arrays(change=lambda x, y: None):
     rng = np.random.default_rng(0)
     x, y = rng.random((ROWS, 8, 8), dtype=np.float32), np.arange(ROWS) % 9
-    change(x, y)
-    return x, y
+    return change(x, y) or (x, y)
 
 
 def site(folder, change=lambda x, y: None, declared=DECLARED):
@@ -77,26 +88,84 @@ def label_out_of_range(x, y):
     y[0] = 10
 
 
-VALID = (blank, other_class, outlier, class_of_one_sample)
-UNREADABLE = (not_a_number, label_out_of_range)
+def more_rows(x, y):
+    """Return more rows than the other datasets, some of a further class."""
+    return np.concatenate([x, x[:17] / 2]), np.concatenate([y, y[:16], [9]])
 
 
-def joined(folder, node=None, **run):
+def fewer_rows(x, y):
+    """Return fewer rows, in another type, so that their size in bytes also differs."""
+    return (255 * x[:41]).astype(np.uint8), y[:41]
+
+
+@cache
+def keys(folder):
+    """Write the peers file and the keys of all sites; return the peers file."""
+    peers, private = secure.simulated_peers(SITES, cap=40, classes=dict.fromkeys(SITES, LISTED))
+    secure.write_simulated(folder, peers, private)
+    return peers
+
+
+def peers_node(folder, name="site-a"):
+    """Return the node settings of a site with peers, whose keys are next to its directory."""
+    keys(folder.parent)
+    peers, key = secure.simulated_files(folder.parent, name)
+    return {"peers": peers, "peers-key": key}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of protection: its setting of the run, and the datasets that it must not tell apart."""
+
+    name: str
+    run: dict[str, object]
+    valid: tuple
+    broken: tuple
+    few: tuple
+
+    def node(self, folder):
+        if self.name == "peers":
+            return peers_node(folder)
+        return {"privacy": "epsilon=80 delta=1e-5"}
+
+    def methods(self):
+        """Yield the methods that support the kind, with the settings that they require."""
+        for name in sorted(shipped_names()):
+            spec = find_method(name).spec
+            support = spec.sums if self.name == "peers" else spec.privacy
+            if not support.unsupported:
+                table = find_method(name).table
+                yield name, {f"{table}.{kebab(k)}": v[0] for k, v in support.needs.items()}
+
+
+PRIVATE = Kind(
+    "privacy",
+    {"privacy.epsilon": 8.0},
+    (blank, other_class, outlier, class_of_one_sample),
+    (not_a_number, label_out_of_range),
+    (blank, other_class),
+)
+PEERS = Kind(
+    "peers",
+    {"privacy.secure-aggregation": True, "clients": 3},
+    (blank, other_class, more_rows, fewer_rows, class_of_one_sample),
+    (not_a_number, label_out_of_range),
+    (blank, more_rows, fewer_rows),
+)
+KINDS = [pytest.param(kind, id=kind.name) for kind in (PRIVATE, PEERS)]
+
+
+def joined(folder, node=None, kind=PRIVATE, **run):
     """Return the client that a server sees for the settings of a run."""
-    settings = {"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0, **run}
-    own = {
-        "data": str(folder),
-        "name": "site-a",
-        "privacy": "epsilon=80 delta=1e-5",
-        **(node or {}),
-    }
+    settings = {"method": "fedavg", "models.pool": "mlp", **kind.run, **run}
+    own = {"data": str(folder), "name": "site-a", **kind.node(folder), **(node or {})}
     return client_fn(Context(0, 0, own, RecordDict(), settings)).numpy_client
 
 
-def outcome(folder, node=None, **run):
+def outcome(folder, node=None, kind=PRIVATE, **run):
     """Return what a server receives when the site joins: its description, or the error."""
     try:
-        return joined(folder, node, **run).get_properties({})
+        return joined(folder, node, kind, **run).get_properties({})
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -123,37 +192,69 @@ SETTINGS = {
     for name, info in RunSettings.fields().items()
     if name not in NOT_OF_DATA
 }
+OF_METHODS = {
+    method: {
+        name: sorted(set(malicious_values(name, info)), key=str)
+        for name, info in find_method(method).settings().items()
+    }
+    for method in sorted(shipped_names())
+}
 
 
-def test_every_setting_of_the_data_is_tried():
+def test_every_setting_is_tried():
     assert {"data.max-bytes", "data.labeled-alpha", "models.num-classes", "seed"} <= set(SETTINGS)
+    assert {*SETTINGS} == {*RunSettings.fields()} - NOT_OF_DATA
     assert all(SETTINGS.values())
+    assert {*OF_METHODS} == {*all_methods()[0]} & shipped_names()
+    assert all(all(each.values()) for each in OF_METHODS.values())
 
 
-OF_DATA = ("data", "models", "seed", "clients")
+OF_DATA = ("data", "models", "seed", "clients", "engine.min-samples-per-class")
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([n for n in SETTINGS if n.split(".")[0] in OF_DATA], id="of data"),
+        pytest.param([n for n in SETTINGS if n.startswith(OF_DATA)], id="of data"),
         pytest.param(list(SETTINGS), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_no_setting_of_a_run_makes_a_site_join_or_not_by_one_sample(names, tmp_path):
+def test_no_setting_of_a_run_makes_a_site_join_or_not_by_one_sample(names, kind, tmp_path):
     few = len(names) < len(SETTINGS)
-    valid, broken = ((blank, other_class), (not_a_number,)) if few else (VALID, UNREADABLE)
-    sites = {each: site(tmp_path / each.__name__, each) for each in (*valid, *broken)}
+    seen = check_outcomes(kind, {name: SETTINGS[name] for name in names}, tmp_path, few=few)
+    assert seen == {"joined", "refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_setting_of_a_method_makes_a_site_join_or_not_by_one_sample(kind, tmp_path):
     seen = set()
-    for name in names:
-        for value in SETTINGS[name]:
-            found = {each: outcome(folder, **{name: value}) for each, folder in sites.items()}
+    for k, (method, needs) in enumerate(kind.methods()):
+        needs = {"method": method, **needs}
+        (folder := tmp_path / str(k)).mkdir()
+        seen |= check_outcomes(kind, OF_METHODS[method], folder, few=True, **needs)
+    assert seen == {"joined", "refused"}
+
+
+def check_outcomes(kind, values, directory, *, few, **run):
+    """Compare what a server receives from sites with different data, for values of settings.
+
+    Returns the kinds of outcomes.
+    """
+    valid, broken = (kind.few, kind.broken[:1]) if few else (kind.valid, kind.broken)
+    sites = {each: site(directory / each.__name__, each) for each in (*valid, *broken)}
+    seen = set()
+    for name in values:
+        for value in values[name]:
+            chosen = {**run, name: value}
+            found = {each: outcome(at, None, kind, **chosen) for each, at in sites.items()}
             first, last = found[valid[0]], found[broken[0]]
             assert all(found[each] == first for each in valid), (name, value, found)
             assert all(found[each] == last for each in broken), (name, value, found)
             assert last in (first, READ_FAULT), (name, value, found)
             seen.add("joined" if isinstance(first, dict) else "refused")
-    assert seen == {"joined", "refused"}
+    return seen
 
 
 def reply(folder, node=None, **run):
@@ -190,7 +291,7 @@ def test_a_round_shows_no_sample(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SETTINGS if not n.startswith(("engine.", "wire."))])
 def test_no_setting_shows_a_sample_in_a_round(name, tmp_path):
-    sites = {each: site(tmp_path / each.__name__, each) for each in VALID}
+    sites = {each: site(tmp_path / each.__name__, each) for each in PRIVATE.valid}
     for k, value in enumerate(SETTINGS[name]):
         if not isinstance(outcome(sites[blank], **{name: value}), dict):
             continue
@@ -204,7 +305,185 @@ def test_no_setting_shows_a_sample_in_a_round(name, tmp_path):
         assert all(each == shown[0] for each in shown), (name, value)
 
 
-# The three attacks
+# Rounds with sites that have peers
+
+
+class SiteProxy(DirectProxy):
+    """Proxy for a deployed site in this process, which records what the site sends."""
+
+    def __init__(self, folder, name, run, state):
+        super().__init__(name)
+        own = {"data": str(folder), "name": name, "state-dir": str(state / name)}
+        self._own, self._run, self.sent = {**own, **peers_node(folder, name)}, run, []
+
+    def call(self, name, instruction, timeout):
+        client = client_fn(Context(0, 0, self._own, RecordDict(), self._run))
+        result = getattr(client, name)(instruction)
+        self.sent.append((name, visible(result)))
+        return result
+
+
+def visible(result):
+    """Return all parts of a message, but only the sizes of masked vectors and of shares."""
+    if isinstance(result, EvaluateRes):
+        return result.status, result.loss, result.num_examples, result.metrics
+    if isinstance(result, FitRes):
+        knowledge = reply_of(result) if result.parameters.tensors else Knowledge()
+        shapes = {name: (v.shape, v.dtype) for name, v in knowledge.tensors.items()}
+        return result.status, result.num_examples, result.metrics, shapes, knowledge.scalars
+    said = result.properties.items()
+    return result.status, {k: len(v) if isinstance(v, bytes) else v for k, v in said}
+
+
+def transcript(folders, state, rounds=2, **run):
+    """Return everything that the first of three sites sends in some rounds, and its reveals.
+
+    If the server or all sites refuse the run, also returns the error.
+    """
+    timeouts = {"engine.join-timeout": 1.0, "engine.round-timeout": 30.0}
+    run = {"method": "fedavg", "models.pool": "mlp", **timeouts, **PEERS.run, **run}
+    pairs = zip(folders, SITES, strict=True)
+    proxies = [SiteProxy(folder, name, run, state) for folder, name in pairs]
+    try:
+        config = resolve_flower(run)
+        (state / "server").mkdir(parents=True)
+        server = Server(config, state / "server", proxies=proxies)
+        for round in range(1, rounds + 1):
+            server.play(round)
+            server.close(round)
+    except Exception as error:
+        return proxies[0].sent, f"{type(error).__name__}: {error}".replace(str(state), "")
+    return proxies[0].sent, ""
+
+
+def transcripts(directory, changes, rounds=2, **run):
+    """Return the first site's transcript for each dataset; the other sites' data is the same."""
+    others = [site(directory / name, fewer_rows) for name in SITES[1:]]
+    shown = []
+    for change in changes:
+        first = site(directory / change.__name__, change)
+        state = directory / f"state-{change.__name__}"
+        shown.append(transcript([first, *others], state, rounds, **run))
+        close_clients()
+    return shown
+
+
+def test_the_sites_of_these_tests_reach_a_sum(tmp_path):
+    ((sent, error),) = transcripts(tmp_path, [blank], method="felo")
+    assert not error
+    assert Counter(name for name, _ in sent) == {"get_properties": 3, "fit": 2, "evaluate": 2}
+    replies = [each for name, each in sent if name == "fit"]
+    assert all(len(shapes) == 4 for *_, shapes, _ in replies), "a vector and shares for two lanes"
+
+
+PLAIN_METHODS = ("fedavg", "felo", "fedmd")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=[] if name in PLAIN_METHODS else [pytest.mark.slow])
+        for name, _ in PEERS.methods()
+    ],
+)
+def test_no_message_of_a_site_with_peers_depends_on_its_samples(method, tmp_path):
+    needs = dict(PEERS.methods())[method]
+    first, *others = transcripts(tmp_path, PEERS.few, method=method, **needs)
+    assert all(each == first for each in others)
+    if method != "fedsa":  # It needs a pretrained encoder.
+        assert {name for name, _ in first[0]} == {"get_properties", "fit", "evaluate"}
+        assert "error" not in str(first[0])
+        assert not first[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        *(("fedavg", name) for name in SETTINGS if not name.startswith("engine.track")),
+        *((method, name) for method, _ in PEERS.methods() for name in OF_METHODS[method]),
+    ],
+)
+def test_no_setting_makes_a_message_of_a_site_with_peers_depend_on_its_samples(
+    method, name, tmp_path
+):
+    values = OF_METHODS[method] if name in OF_METHODS[method] else SETTINGS
+    for k, value in enumerate(values[name]):
+        (directory := tmp_path / str(k)).mkdir()
+        run = {"method": method, **dict(PEERS.methods())[method], name: value}
+        first, *others = transcripts(directory, PEERS.few, 1, **run)
+        assert all(each == first for each in others), (name, value)
+
+
+# The attacks
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"data.test-fraction": 0.9999},
+        {"data.labeled-alpha": 0.5, "data.min-labeled": 1000},
+        {"data.max-bytes": 1},
+        {"models.num-classes": 5},
+        {"models.num-classes": 9},
+    ],
+    ids=lambda run: next(iter(run)),
+)
+def test_no_error_of_a_site_with_peers_states_its_size_or_its_classes(run, tmp_path):
+    changes = (blank, other_class, more_rows, fewer_rows)
+    folders = [site(tmp_path / each.__name__, each) for each in changes]
+    seen = [outcome(folder, None, PEERS, **run) for folder in folders]
+    assert all(each == seen[0] for each in seen)
+    if "models.num-classes" in run:
+        assert "expected 10 as declared by this site" in seen[0][1]
+    else:
+        assert seen[0]["samples"] == 2
+        assert seen[0]["classes"] == 10
+
+
+def test_a_server_does_not_learn_the_size_of_a_class_by_bisection(tmp_path):
+    """At first, the training samples of class 0 are 6, and the site's own limit is 1."""
+    shown = []
+    for k, limit in enumerate((1, 6, 7, 10_000)):
+        (folder := tmp_path / str(k)).mkdir()
+        run = {"method": "fedproto", "engine.min-samples-per-class": limit}
+        shown += transcripts(folder, [blank, more_rows], 1, **run)
+    assert all(each == shown[0] for each in shown)
+    (reply,) = [each for name, each in shown[0][0] if name == "fit"]
+    assert "error" not in reply[2]
+    assert set(reply[3]) == {"masked/0", "shares/0"}, "the site does not refuse the sum"
+
+
+def test_a_site_without_enough_samples_of_a_class_that_it_lists_joins_no_run(tmp_path, caplog):
+    """Which class it is, and which method and settings the run has, makes no difference."""
+
+    def without(label):
+        return lambda x, y: np.put(y, np.flatnonzero(y == label)[1:], 8)
+
+    folders = [site(tmp_path / str(label), without(label)) for label in (0, 3)]
+    plenty = site(tmp_path / "plenty", other_class)
+    node = {"min-samples-per-class": 3}
+    for run in ({}, {"method": "felo"}, {"engine.min-samples-per-class": 2}, {"seed": 7}):
+        assert isinstance(outcome(plenty, node, PEERS, **run), dict)
+        assert [outcome(each, node, PEERS, **run) for each in folders] == [READ_FAULT] * 2
+    for label in (0, 3):
+        assert f"lists for site-a, got 1 of class {label}. List only" in caplog.text
+
+
+def test_noise_hides_classes_without_samples_so_a_site_may_list_them(tmp_path):
+    folder = site(tmp_path / "site", lambda x, y: np.put(y, np.flatnonzero(y == 0), 8))
+    assert outcome(folder, None, PEERS) == READ_FAULT
+    assert isinstance(outcome(folder, None, PEERS, **{"privacy.epsilon": 8.0}), dict)
+
+
+def test_epsilon_and_delta_do_not_reveal_the_rows_of_a_site_with_peers(tmp_path, caplog):
+    """The epsilon of a run depends on the sampling rate, and delta has a limit of 1 / rows."""
+    run = {"privacy.epsilon": 8.0, "privacy.delta": 1 / 40}
+    shown = transcripts(tmp_path, PEERS.few, 1, **run)
+    assert all(each == shown[0] for each in shown)
+    (reply,) = [each for name, each in shown[0][0] if name == "fit"]
+    assert reply[2]["epsilon"] == 8.0
+    assert "'privacy.delta' must be below 1 / samples = 0.016 for 62 samples" in caplog.text
 
 
 @pytest.fixture
@@ -335,6 +614,20 @@ def test_a_declaration_that_cannot_be_used_is_one_line(text, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_site_without_a_declaration_is_told_what_to_write(kind, tmp_path, caplog):
+    folder = site(tmp_path / "site")
+    (folder / "site.toml").unlink()
+    fault, text = outcome(folder, None, kind)
+    assert fault == "DataError"
+    assert text == (
+        "(a path of this site): file not found. A site with 'peers' or 'privacy' declares its data "
+        "in site.toml, for example with the lines 'num-classes = 10' and 'shape = [3, 32, 32]' "
+        "(Privacy, 'Declaration of a private site')."
+    )
+    assert f"{folder / 'site.toml'}: file not found. A site with" in caplog.text
+
+
 def test_a_declared_shape_is_that_of_the_data(tmp_path, caplog):
     folder = site(tmp_path / "site", declared=DECLARED.replace("[1, 8, 8]", "[1, 4, 4]"))
     assert outcome(folder) == READ_FAULT
@@ -415,16 +708,18 @@ def test_a_site_that_is_not_private_is_read_as_the_run_says(tmp_path):
     assert len(inner.y) == ROWS // 2
 
 
-def test_no_setting_of_a_private_run_names_the_sites_own_data(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_setting_of_a_private_run_names_the_sites_own_data(kind, tmp_path):
     """If private samples became public data, predictions on them would be sent."""
     folder = site(tmp_path / "site")
     for place in (folder, folder / "train", tmp_path):
         for setting in ("data.public-dataset", "data.dataset"):
             node = {"data": str(folder), "name": "a", "allow-paths": str(tmp_path)}
-            run = {"method": "fedmd", setting: f"npz:{place}", "privacy.epsilon": 8.0}
-            with pytest.raises(SettingsError, match="must not overlap with node-config"):
-                permitted(node, run)
-            permitted(node, {**run, "privacy.epsilon": 0.0})
+            run = {"method": "fedmd", setting: f"npz:{place}"}
+            permitted(node, run)
+            for own, switch in ((node, kind.run), ({**node, **kind.node(folder)}, {})):
+                with pytest.raises(SettingsError, match="must not overlap with node-config"):
+                    permitted(own, {**run, **switch})
 
 
 def test_a_site_warns_of_runs_without_privacy_that_split_its_data_otherwise(tmp_path, caplog):

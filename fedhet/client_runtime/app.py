@@ -47,8 +47,8 @@ _PATH = re.compile(rf"(?<![\w/])[~.]*/{_PART}+")
 _HIDDEN = "(a path of this site)"
 INTERRUPT_INTERVAL = 30.0
 """Seconds between repeated interrupts of code that ignores its time limit."""
-PRIVACY_SETTINGS = ("privacy.epsilon", "privacy.noise-multiplier")
-"""Settings that enable differential privacy."""
+HIDING_SETTINGS = ("privacy.epsilon", "privacy.noise-multiplier", "privacy.secure-aggregation")
+"""Settings that make a run hide the samples (`PrivacySettings.hides_samples`)."""
 POOL, DATA_DIR = "models.pool", "data.data-dir"
 SIMULATED = ("pace.clock", "pace.drop-outs", "pace.stragglers", "pace.slowdown")
 """Settings that only apply to simulations; a site ignores them."""
@@ -66,7 +66,7 @@ def client_fn(context: Context) -> Client:
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
     # The following code reads samples, and error messages must not depend on the samples.
-    with redact_errors() if config.run.privacy.is_on else redact_paths(site):
+    with redact_errors() if config.run.privacy.hides_samples else redact_paths(site):
         return SiteClient(open_client(config, node), site).to_client()
 
 
@@ -85,13 +85,13 @@ def permitted(
     """Return the run's settings for this site, including the site's model if it has one.
 
     If the site does not permit the settings, raises SettingsError before anything is imported or
-    read. The settings of a private run must not name the site's own data, because the run would use
-    it as public data.
+    read. The settings of a run that hides the samples must not name the site's own data, because
+    the run would use it as public data.
     """
     site = schema.build(NodeSettings, node_config, prefix="node-config ")
     models = site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
     paths = site.allow_paths or os.environ.get(ALLOW_PATHS_VARIABLE, "")
-    private = bool(site.privacy or any(run_config.get(name) for name in PRIVACY_SETTINGS))
+    hiding = any(map(bool, (site.privacy, site.peers, *map(run_config.get, HIDING_SETTINGS))))
     settings = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
         settings[POOL] = site.model
@@ -99,12 +99,12 @@ def permitted(
         if name not in ("", site.model) and not is_listed(name, models):
             raise _not_permitted("allow-models", models, f"import {name!r}", setting)
     for setting, place in _places(settings):
-        if place.path and private and site.data:
+        if place.path and hiding and site.data:
             path, site_path = _resolved(place.path), _resolved(site.data)
             if path.is_relative_to(site_path) or site_path.is_relative_to(path):
                 raise SettingsError(
-                    f"'{setting}' must not overlap with node-config 'data': a private run is not "
-                    "permitted to use the site's own data as public data"
+                    f"'{setting}' must not overlap with node-config 'data': a run with privacy or "
+                    "secure aggregation is not permitted to use the site's own data as public data"
                 )
         listed = [each.strip() for each in paths.split(",")]
         if place.path:
@@ -178,7 +178,16 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
         "max_bytes": min(data.max_bytes, site.max_data_bytes),
         "download": data.download and site.allow_downloads,
     }
-    min_samples = max(engine.min_samples_per_class, site.min_samples_per_class)
+    min_samples = site.min_samples_per_class
+    if not site.peers:
+        min_samples = max(engine.min_samples_per_class, min_samples)
+    elif engine.min_samples_per_class != min_samples:
+        # Otherwise, a server could find out the number of samples of a class by bisection.
+        LOG.info(
+            "the run's engine.min-samples-per-class = %d is ignored, because this site has 'peers' "
+            "and node-config 'min-samples-per-class' = %d",
+            engine.min_samples_per_class, min_samples,
+        )  # fmt: skip
     return config.replacing(
         data=data.model_copy(update=allowed),
         engine=engine.model_copy(update={"min_samples_per_class": min_samples}),

@@ -164,8 +164,9 @@ class Masking:
             absent = rows - {*sent.tensors[layout.ids].tolist()} if layout.ids else ()
             if self._is_site and absent:
                 self._faults.append(
-                    f"class {min(absent)}: listed for this site in the peers file, but the site "
-                    "has too few samples of this class. List only classes with enough samples."
+                    "a class that the peers file lists for this site: too few samples, expected at "
+                    "least node-config 'min-samples-per-class'. List only classes with enough "
+                    "samples."
                 )
                 continue
             vector = layout.encode(sent.tensors, self._samples, self._peers.cap, rows)

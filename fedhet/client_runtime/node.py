@@ -96,7 +96,7 @@ class NodeSettings(Schema):
     min_samples_per_class: Count = Field(
         1,
         description="minimum number of samples in a class for sending its mean; a run may "
-        "require more",
+        "require more, except at a site with 'peers'",
     )
     max_seconds: Count = Field(21_600, description="maximum duration of a round, in seconds")
     max_epochs: Count = Field(1000, description="maximum number of epochs per round")
@@ -145,7 +145,8 @@ class Node:
     budget: Budget | None = None
     """Privacy budget over all runs, or None if only the budget of each run applies."""
     declared: Declaration | None = None
-    """Declared data format of a private site, or None for all other clients."""
+    """Declared data format of a site in a run that hides its samples, or None for all other
+    clients."""
     peers: Peers | None = None
     """Sites of a run with secure aggregation, or None for other runs."""
     peers_key: X25519PrivateKey | None = field(default=None, compare=False, repr=False)
@@ -161,7 +162,7 @@ def read_node(
 
     `state_dir` is set only in a simulation. `data` is shared by all clients in this process; if it
     is None, a new store is created. Raises SettingsError if a node setting is invalid, and
-    DataError if a private site does not declare its data format.
+    DataError if a site does not declare its data format, but the run hides the samples.
     """
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients
@@ -176,7 +177,7 @@ def read_node(
         pool, rule = tuple(run.models.pool), run.models.assignment
         models = _cached_assign(pool, run.clients, run.seed, rule)
         model = models[settings.partition_id % len(models)]
-    if settings.data and run.privacy.is_on:
+    if settings.data and run.privacy.hides_samples:
         declared = Declaration.read(settings.data, settings.max_data_bytes)
         declared.check(run)
     peers, peers_key = None, None

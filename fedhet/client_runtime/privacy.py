@@ -230,7 +230,8 @@ class DifferentialPrivacy(Withholding):
         """Create the mechanism. Raises PrivacyError unless delta is below 1 / samples.
 
         At a site with a budget, the check uses the budget's delta, because a server could vary the
-        run's delta to find out the number of samples.
+        run's delta to find out the number of samples. For the same reason, a site with peers and
+        without a budget only logs a warning.
         """
         super().__init__(config, node, samples)
         self._charged = 0
@@ -241,11 +242,15 @@ class DifferentialPrivacy(Withholding):
         name, delta = "setting 'privacy.delta'", self._settings.delta
         if node.budget is not None:
             name, delta = "node-config 'privacy': delta", node.budget.delta
+        self._hides_rows = node.declared is not None and node.peers is not None
         if delta * rows >= 1:
-            raise PrivacyError(
+            fault = (
                 f"{name} must be below 1 / samples = {1 / rows:.2g} for {rows} samples, "
                 f"got {delta:g}"
             )
+            if not self._hides_rows or node.budget is not None:
+                raise PrivacyError(fault)
+            LOG.warning("%s", fault)
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, and charge its steps to the round `charged`, if given.
@@ -339,8 +344,14 @@ class DifferentialPrivacy(Withholding):
         totals = sums.features, sums.logits, sums.counts
         return noised_means(*totals, self.noise, norm, self._min_samples, SecretNoise())
 
-    def epsilon(self) -> float:
-        """Return the epsilon that the run has consumed so far, at the run's delta."""
+    def epsilon(self) -> float | None:
+        """Return the epsilon that the run has consumed so far, at the run's delta.
+
+        It depends on the number of samples. A site with peers therefore returns the run's limit, or
+        None if the run has no limit.
+        """
+        if self._hides_rows:
+            return self._settings.epsilon or None
         consumed = [each.release for each in self._ledger.entries() if each.run == self._run]
         return epsilon_of(consumed, self._settings.delta)
 

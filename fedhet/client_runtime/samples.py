@@ -104,7 +104,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     run, data = config.run, client_data(config, node)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
     count, order = len(labeled) + len(unlabeled), order_of(data)
-    # A private site ignores the run's data settings, except for the loss.
+    # A site with a declaration ignores the run's data settings, except for the loss.
     task = data.task.with_settings(run.data)
     outputs, space = task.outputs(len(data.classes)), data.space
     space = space if len(space) < len(data.classes) else tuple(range(outputs))
@@ -148,7 +148,11 @@ def client_data(config: Config, node: Node) -> ClientData:
     Raises DataError if the directory cannot be read or the client has too few samples.
     """
     if node.declared is not None:
-        return node.declared.read_data(node.folder, node.name)
+        listed: tuple[int, ...] = ()
+        if node.peers is not None and not config.run.privacy.is_on:
+            listed = tuple(map(int, node.peers.peer(node.name).classes))
+        min_samples = config.run.engine.min_samples_per_class
+        return node.declared.read_data(node.folder, node.name, listed, min_samples)
     if node.folder:
         return site_data(
             node.folder,

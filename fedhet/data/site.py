@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,25 +42,26 @@ LOG = logging.getLogger("fedhet")
 SCHEMA = "schema.toml"
 """Name of the schema file for a site's table or targets; all sites share the same schema."""
 DECLARATION = "site.toml"
-"""Declaration file of a private site: data settings, number of classes, and shape."""
+"""Declaration file of a site for runs that hide its samples (`PrivacySettings.hides_samples`): data
+settings, number of classes, and shape."""
 CLASSES = "classes.txt"
 READING = (
     "sample_kind", "test_fraction", "image_size", "text_column", "label_column", "tokenizer",
     "vocabulary", "max_tokens",
 )  # fmt: skip
-"""Settings in `[data]` that a site may declare. For all other data settings, a private site uses
-the defaults and ignores the run's values."""
+"""Settings in `[data]` that a site may declare. For all other data settings, a site with a
+declaration uses the defaults and ignores the run's values."""
 _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
 """Settings that are inferred from the data if they have these values."""
 _DECLARE = (
-    f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
-    "'Declaration of a private site'."
+    f"A site with 'peers' or 'privacy' declares its data in {DECLARATION}, for example with the "
+    "lines 'num-classes = 10' and 'shape = [3, 32, 32]' (Privacy, 'Declaration of a private site')."
 )
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """Declaration of a private site's data, independent of any run.
+    """Declaration of a site's data, independent of any run.
 
     The site reads and checks its data using only this declaration. A run is compared with the
     declaration and never with the data, so an error message reveals nothing about any sample.
@@ -92,6 +95,8 @@ class Declaration:
         except (OSError, StateError) as error:
             raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
         schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
+        if not path.exists() and not (schema and schema.columns):
+            raise DataError(f"{path}: file not found. {_DECLARE}")
         number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
         names = schema.outputs if schema else _read_class_names(root, None)
         for name in declared.keys() - {kebab(each) for each in READING}:
@@ -156,12 +161,32 @@ class Declaration:
                 name, values[name], self.path,
             )  # fmt: skip
 
-    def read_data(self, directory: str, name: str) -> ClientData:
-        """Read and check the site's data. Raises DataError for any failure."""
+    def read_data(
+        self, directory: str, name: str, listed: Iterable[int] = (), min_samples: int = 1
+    ) -> ClientData:
+        """Read and check the site's data. Raises DataError for any failure.
+
+        Args:
+            directory: Data directory of the site.
+            name: Name of the site.
+            listed: Classes that the peers file lists for the site. The site sends their means in
+                each round, so the check must not depend on the run.
+            min_samples: Minimum number of training samples in each listed class.
+        """
         try:
-            return site_data(
+            data = site_data(
                 directory, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
+            if isinstance(data.task, Classification):
+                counts = Counter(data.train.y.tolist())
+                if lacking := [label for label in listed if counts[label] < min_samples]:
+                    raise DataError(
+                        f"{directory}: expected at least {min_samples} training samples of each "
+                        f"class that the peers file lists for {name}, got {counts[lacking[0]]} of "
+                        f"class {lacking[0]}. List only classes with enough samples (`fedhet certs "
+                        "DIR --peer NAME --classes`)."
+                    )
+            return data
         except Exception as error:
             # The server receives the type of the error, so the type must not depend on the data.
             raise DataError(f"{type(error).__name__}: {error}") from error
@@ -199,7 +224,8 @@ def site_data(
         classes: Number of classes in the run.
         name: Name of the site.
         unlabeled: Whether to read the samples without a label.
-        declared: Declaration of a private site, which defines all class names and the shape.
+        declared: Declaration of the site, which defines all class names and the shape, or None if
+            the settings of the run apply.
 
     Raises:
         DataError: If the directory is invalid or has too few samples.

@@ -59,6 +59,8 @@ class LocalDeployment:
     """Function that returns the command prefix of a process, e.g. `ip netns exec …` or `nice`."""
     secure: bool = False
     """Whether the nodes have keys for secure aggregation in `root` (see `peers_of`)."""
+    min_samples: int = 1
+    """Node setting `min-samples-per-class`, because sites with peers ignore the run's value."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
@@ -128,7 +130,10 @@ class LocalDeployment:
             options: Command-line options that override the defaults; an empty value means a flag,
                 and None omits the option.
         """
-        node_config = f"partition-id={index} num-partitions={self.nodes} allow-downloads=true"
+        node_config = (
+            f"partition-id={index} num-partitions={self.nodes} allow-downloads=true "
+            f"min-samples-per-class={self.min_samples}"
+        )
         if self.secure:
             files = simulated_files(self.root, client_name(index, self.nodes))
             node_config += ' peers="{}" peers-key="{}"'.format(*files)
@@ -207,9 +212,10 @@ def deploy_local(
     secure = config.run.privacy.secure_aggregation
     if secure:
         write_simulated(root, *peers_of(data))
+    least = config.run.engine.min_samples_per_class
     with (
         interrupted_by_terminate(),
-        LocalDeployment(root, config.run.clients, secure=secure) as deployment,
+        LocalDeployment(root, config.run.clients, secure=secure, min_samples=least) as deployment,
     ):
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
         try:

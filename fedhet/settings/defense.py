@@ -131,6 +131,15 @@ class PrivacySettings(Schema):
         """Whether differential privacy protects the clients' samples."""
         return bool(self.epsilon or self.noise_multiplier)
 
+    @property
+    def hides_samples(self) -> bool:
+        """Whether clients send only noisy values, or values that are masked until they are summed.
+
+        A client of such a run sends nothing else that depends on its samples. A site with its own
+        data reads the data as it has declared, whatever the other settings are.
+        """
+        return self.is_on or self.secure_aggregation
+
     def describe_budget(self, rounds: int) -> str:
         """Return a description of the privacy budget consumed by a run of `rounds` rounds."""
         if not self.epsilon:
