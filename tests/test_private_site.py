@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 import numpy as np
 import pytest
 from federation import Server
-from flwr.common import Context, EvaluateRes, FitRes, RecordDict
+from flwr.common import Context, EvaluateRes, FitRes, GetPropertiesIns, RecordDict
 from PIL import Image
 from rounds import reply_of
 
@@ -147,7 +147,7 @@ PRIVATE = Kind(
 )
 PEERS = Kind(
     "peers",
-    {"privacy.secure-aggregation": True, "clients": 3},
+    {"privacy.secure-aggregation": True, "clients": 3, "models.num-classes": 10},
     (blank, other_class, more_rows, fewer_rows, class_of_one_sample),
     (not_a_number, label_out_of_range),
     (blank, more_rows, fewer_rows),
@@ -313,7 +313,8 @@ class SiteProxy(DirectProxy):
 
     def __init__(self, folder, name, run, state):
         super().__init__(name)
-        own = {"data": str(folder), "name": name, "state-dir": str(state / name)}
+        own = {"data": str(folder), "name": name, "max-model-bytes": 10**8, "max-epochs": 10}
+        own["state-dir"] = str(state / name)
         self._own, self._run, self.sent = {**own, **peers_node(folder, name)}, run, []
 
     def call(self, name, instruction, timeout):
@@ -338,14 +339,17 @@ def visible(result):
 def transcript(folders, state, rounds=2, **run):
     """Return everything that the first of three sites sends in some rounds, and its reveals.
 
-    If the server or all sites refuse the run, also returns the error.
+    If the server or a site refuses the run, also returns the error. The server waits neither for
+    further clients nor for less than a minute, whatever it tells the sites.
     """
-    timeouts = {"engine.join-timeout": 1.0, "engine.round-timeout": 30.0}
-    run = {"method": "fedavg", "models.pool": "mlp", **timeouts, **PEERS.run, **run}
+    run = {"method": "fedavg", "models.pool": "mlp", **PEERS.run, **run}
+    patient = {"clients": 3, "engine.join-timeout": 60.0, "engine.min-clients": 0}
     pairs = zip(folders, SITES, strict=True)
     proxies = [SiteProxy(folder, name, run, state) for folder, name in pairs]
     try:
-        config = resolve_flower(run)
+        config = resolve_flower({**run, **patient})
+        for proxy in proxies:  # Otherwise, the server would wait for a site that refuses the run.
+            proxy.call("get_properties", GetPropertiesIns({}), None)
         (state / "server").mkdir(parents=True)
         server = Server(config, state / "server", proxies=proxies)
         for round in range(1, rounds + 1):
@@ -371,7 +375,7 @@ def transcripts(directory, changes, rounds=2, **run):
 def test_the_sites_of_these_tests_reach_a_sum(tmp_path):
     ((sent, error),) = transcripts(tmp_path, [blank], method="felo")
     assert not error
-    assert Counter(name for name, _ in sent) == {"get_properties": 3, "fit": 2, "evaluate": 2}
+    assert Counter(name for name, _ in sent) == {"get_properties": 4, "fit": 2, "evaluate": 2}
     replies = [each for name, each in sent if name == "fit"]
     assert all(len(shapes) == 4 for *_, shapes, _ in replies), "a vector and shares for two lanes"
 
