@@ -5,6 +5,7 @@ number of rows at a site with peers. A server that chooses settings and instruct
 difference other than noise and masks: the same refusals, messages, metrics, and shapes.
 """
 
+import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
-from federation import Server
+from federation import LONG, Server
 from flwr.common import Context, EvaluateRes, FitRes, GetPropertiesIns, RecordDict
 from PIL import Image
 from rounds import reply_of
@@ -31,6 +32,8 @@ from fedhet.settings.schema import build, kebab
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 DECLARED = "num-classes = 10\nshape = [1, 8, 8]\n"
+FEW_TESTS = f"{DECLARED}test-fraction = 0.05\n"
+"""Declaration whose random test split cannot contain all samples of a listed class."""
 ROWS = 60
 READ_FAULT = ("StateError", "DataError at a private client; see the client's log for details")
 NOT_OF_DATA = {"engine.threads", "rounds"}
@@ -54,7 +57,7 @@ def arrays(change=lambda x, y: None):
     return change(x, y) or (x, y)
 
 
-def site(folder, change=lambda x, y: None, declared=DECLARED):
+def site(folder, change=lambda x, y: None, declared=FEW_TESTS):
     """Write a site's directory of arrays, and return its path."""
     folder.mkdir(parents=True)
     x, y = arrays(change)
@@ -412,7 +415,10 @@ def test_no_setting_makes_a_message_of_a_site_with_peers_depend_on_its_samples(
     method, name, tmp_path
 ):
     values = OF_METHODS[method] if name in OF_METHODS[method] else SETTINGS
-    for k, value in enumerate(values[name]):
+    tried = values[name]
+    if name.endswith(LONG):  # Larger values only take longer.
+        tried = [value for value in tried if not isinstance(value, int) or value < 10]
+    for k, value in enumerate(tried):
         (directory := tmp_path / str(k)).mkdir()
         run = {"method": method, **dict(PEERS.methods())[method], name: value}
         first, *others = transcripts(directory, PEERS.few, 1, **run)
@@ -446,9 +452,9 @@ def test_no_error_of_a_site_with_peers_states_its_size_or_its_classes(run, tmp_p
 
 
 def test_a_server_does_not_learn_the_size_of_a_class_by_bisection(tmp_path):
-    """At first, the training samples of class 0 are 6, and the site's own limit is 1."""
+    """At first, the site has 7 samples of class 0, and its own limit is 1."""
     shown = []
-    for k, limit in enumerate((1, 6, 7, 10_000)):
+    for k, limit in enumerate((1, 7, 8, 10_000)):
         (folder := tmp_path / str(k)).mkdir()
         run = {"method": "fedproto", "engine.min-samples-per-class": limit}
         shown += transcripts(folder, [blank, more_rows], 1, **run)
@@ -471,7 +477,7 @@ def test_a_site_without_enough_samples_of_a_class_that_it_lists_joins_no_run(tmp
         assert isinstance(outcome(plenty, node, PEERS, **run), dict)
         assert [outcome(each, node, PEERS, **run) for each in folders] == [READ_FAULT] * 2
     for label in (0, 3):
-        assert f"lists for site-a, got 1 of class {label}. List only" in caplog.text
+        assert re.search(f"lists for site-a, got [01] of class {label}. List only", caplog.text)
 
 
 def test_noise_hides_classes_without_samples_so_a_site_may_list_them(tmp_path):
@@ -487,7 +493,7 @@ def test_epsilon_and_delta_do_not_reveal_the_rows_of_a_site_with_peers(tmp_path,
     assert all(each == shown[0] for each in shown)
     (reply,) = [each for name, each in shown[0][0] if name == "fit"]
     assert reply[2]["epsilon"] == 8.0
-    assert "'privacy.delta' must be below 1 / samples = 0.016 for 62 samples" in caplog.text
+    assert "'privacy.delta' must be below 1 / samples = 0.014 for 73 samples" in caplog.text
 
 
 @pytest.fixture
