@@ -19,7 +19,7 @@ from flwr.common import Context, EvaluateRes, FitRes, GetPropertiesIns, RecordDi
 from PIL import Image
 from rounds import reply_of
 
-from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.errors import DataError, PrivacyError, SettingsError
 from fedhet.client_runtime.app import client_fn, permitted, within_limits
 from fedhet.client_runtime.node import NodeSettings, close_clients
 from fedhet.config import secure
@@ -493,6 +493,9 @@ def test_epsilon_and_delta_do_not_reveal_the_rows_of_a_site_with_peers(tmp_path,
     assert all(each == shown[0] for each in shown)
     (reply,) = [each for name, each in shown[0][0] if name == "fit"]
     assert reply[2]["epsilon"] == 8.0
+    privacy = joined(tmp_path / "blank", None, PEERS, **run)._client.privacy
+    report = privacy.error_report(PrivacyError("earlier runs consumed 7.91"))
+    assert report == {"error": READ_FAULT[1].replace("DataError", "PrivacyError"), "spent": True}
     assert "'privacy.delta' must be below 1 / samples = 0.014 for 73 samples" in caplog.text
 
 

@@ -180,11 +180,17 @@ class Withholding(NoPrivacy):
         """Return the epsilon consumed by the run so far, or None without differential privacy."""
         return None
 
+    @property
+    def _hides_rows(self) -> bool:
+        """Whether the number of rows stays at the client: a site with its own data and peers."""
+        return self._node.declared is not None and self._node.peers is not None
+
     def error_report(self, error: FedhetError) -> dict[str, Scalar]:
         """Return metrics that report an error without revealing anything about the samples."""
         LOG.warning("%s: %s", self._node.name, error)
-        if isinstance(error, PrivacyError):
-            return {"error": str(error), BUDGET_EXHAUSTED: True}
+        if isinstance(error, PrivacyError):  # The consumed budget depends on the number of rows.
+            text = REDACTED.format(type(error).__name__) if self._hides_rows else str(error)
+            return {"error": text, BUDGET_EXHAUSTED: True}
         if isinstance(error, MaskingError):
             return {"error": str(error)}
         return {"error": REDACTED.format(type(error).__name__)}
@@ -242,7 +248,6 @@ class DifferentialPrivacy(Withholding):
         name, delta = "setting 'privacy.delta'", self._settings.delta
         if node.budget is not None:
             name, delta = "node-config 'privacy': delta", node.budget.delta
-        self._hides_rows = node.declared is not None and node.peers is not None
         if delta * rows >= 1:
             fault = (
                 f"{name} must be below 1 / samples = {1 / rows:.2g} for {rows} samples, "
