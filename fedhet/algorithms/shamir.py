@@ -8,7 +8,7 @@ nothing about the secret.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import combinations
 
@@ -16,6 +16,14 @@ PRIME = 2**521 - 1
 SECRET_BYTES, SHARE_BYTES = 32, 66
 MAX_WRONG = 2
 """Maximum number of wrong shares that are detected, if enough correct shares remain."""
+
+
+class DealerError(ValueError):
+    """Raised if all shares are consistent, but determine a value that is not the secret.
+
+    More shares than necessary lie on one polynomial, so the party that split the secret is at
+    fault, and not a party that holds a share.
+    """
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
@@ -43,18 +51,23 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     return shares
 
 
-def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
+def join(
+    shares: Mapping[int, bytes], is_secret: Callable[[bytes], bool] = lambda secret: True
+) -> tuple[bytes, tuple[int, ...]]:
     """Reconstruct the secret from shares, keyed by number (from 1). Up to two shares may be wrong.
 
-    A value computed from too few shares or from wrong shares exceeds 32 bytes, except with
-    probability 2^-265. If the value computed from all shares exceeds 32 bytes, one or two shares
-    are excluded so that the remaining shares determine a secret.
+    If the value computed from all shares is not the secret, one or two shares are excluded so that
+    the remaining shares determine the secret. `is_secret` recognizes the secret, e.g. by a
+    commitment. The size of a value does not suffice for this purpose: a value computed from too few
+    shares exceeds 32 bytes, except with probability 2^-265, but anyone who knows a share's Lagrange
+    weight can change the share so that the value changes by 1.
 
     Returns:
         The secret, and the numbers of wrong shares.
 
     Raises:
         ValueError: If the shares do not determine a secret.
+        DealerError: If they consistently determine another value.
     """
     numbers = tuple(shares)
     weighted = [
@@ -67,6 +80,7 @@ def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
         for power in range(MAX_WRONG + 1)
     ]
     inverses = {number: pow(number, -1, PRIME) for number in numbers}
+    values: list[int] = []
     for count in range(min(MAX_WRONG + 1, len(numbers))):
         for wrong in combinations(numbers, count):
             product = [1]  # Coefficients of the product of 1 - x / a.
@@ -74,8 +88,14 @@ def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
                 shifted = [0, *(-inverses[number] * each for each in product)]
                 product = [a + b for a, b in zip([*product, 0], shifted, strict=True)]
             secret = sum(a * b for a, b in zip(product, moments, strict=False)) % PRIME
+            values += [secret] if count < MAX_WRONG else []
             if secret < 1 << (8 * SECRET_BYTES):
-                return secret.to_bytes(SECRET_BYTES, "big"), wrong
+                value = secret.to_bytes(SECRET_BYTES, "big")
+                if is_secret(value):
+                    return value, wrong
+    # Shares on a polynomial of degree len(shares) - 2 yield the same value without any one share.
+    if len(numbers) > 1 and len({*values}) == 1:
+        raise DealerError(f"{len(shares)} shares determine a value that is not the secret")
     raise ValueError(f"{len(shares)} shares do not determine the secret")
 
 

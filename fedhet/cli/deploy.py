@@ -210,6 +210,14 @@ def certs_command(
             "LIST", "With --peer: numbers of the classes whose means the site sends, such as 0-3,7."
         ),
     ] = "",
+    weight: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="With --peer: weight of the site in averages, visible to all sites; 0 = 1, the "
+            "same weight for all sites. Use a rounded value, not the number of samples.",
+        ),
+    ] = 0,
 ) -> None:
     """Create a development CA, a server certificate, and a key pair for each node.
 
@@ -221,13 +229,15 @@ def certs_command(
     pairs = {"--key": key, "--peer": peer, "--publisher": publisher}
     for flag, name in pairs.items():
         others = [other for other in pairs if other != flag and pairs[other] is not None]
-        others += ["--classes"] if classes and flag != "--peer" else []
+        others += ["--classes"] if (classes or weight) and flag != "--peer" else []
         if name is not None and (renew or host or node or nodes or others):
             raise SettingsError(
                 f"{flag} cannot be combined with other options, because it creates only a key pair"
             )
     if classes and peer is None:
         raise SettingsError(f"--classes {classes}: expected --peer NAME with the site's name")
+    if weight and peer is None:
+        raise SettingsError(f"--weight {weight}: expected --peer NAME with the site's name")
     if renew and (node or nodes):
         raise SettingsError(
             "--renew cannot be combined with --node or --nodes, because it replaces only the "
@@ -237,7 +247,7 @@ def certs_command(
     if peer is not None:
         from fedhet.config import secure
 
-        written = secure.write_key(directory, peer, secure.class_numbers(classes))
+        written = secure.write_key(directory, peer, secure.class_numbers(classes), weight or 1)
         private, public = (path.name for path in written)
         advice = f"next: send {public} to the other sites; keep {private} secret"
     elif publisher is not None:
@@ -274,14 +284,6 @@ def peers_command(
         typer.Argument(metavar="FILE…", help="Public files of all sites, or one peers file."),
     ],
     out: Annotated[Path | None, option("FILE", "Peers file to write.")] = None,
-    cap: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Maximum weight of a site, in samples; choose roughly the largest site's number "
-            "of samples, because a much higher cap makes the sums less precise.",
-        ),
-    ] = 0,
     colluding: Annotated[
         int, typer.Option(min=1, help="Number of sites that may collude with the server.")
     ] = 1,
@@ -291,6 +293,14 @@ def peers_command(
             min=0, help="Minimum number of sites in a round; 0 = just over half of the sites."
         ),
     ] = 0,
+    server: Annotated[
+        str,
+        option(
+            "KIND",
+            "Server against which sites require protection: curious (it follows the protocol), or "
+            "malicious (it may lie). The latter refuses methods that do not resist such a server.",
+        ),
+    ] = "curious",
 ) -> None:
     """Combine all sites' public files into a peers file for secure aggregation, or show one.
 
@@ -301,20 +311,23 @@ def peers_command(
     from fedhet.runs.units import plural, spans
 
     if out is None:
-        if len(files) > 1 or cap or least or colluding != 1:
+        if len(files) > 1 or least or (colluding, server) != (1, "curious"):
             raise SettingsError("--out: not set, expected the peers file to write")
         peers = secure.read_peers(files[0])
     else:
-        if not cap:
-            raise SettingsError("--cap: not set, expected a number of samples")
         sites = tuple(map(secure.read_public, files))
-        peers = secure.Peers(sites, colluding=colluding, least=least, cap=cap)
+        peers = secure.Peers(sites, colluding, least, server)  # type: ignore[arg-type]
         secure.write_peers(out, peers)
         say(f"wrote {out}")
-    rows = [(peer.name, spans(map(int, peer.classes)), peer.key.hex()) for peer in peers.peers]
-    console.print(listing("site", "classes", "key", rows=rows))
+    rows = [
+        (peer.name, spans(map(int, peer.classes)), str(peer.weight), peer.key.hex())
+        for peer in peers.peers
+    ]
+    console.print(listing("site", "classes", "weight", "key", rows=rows))
     needed = peers.threshold(len(peers.peers))
     say(f"{plural(len(peers.peers), 'site')}, of which at most {peers.colluding} may collude")
+    rule = "must follow the protocol" if peers.server == "curious" else "may be malicious"
+    say(f"the server {rule}")
     say(
         f"a round needs {peers.least} sites; if all sites participate, up to "
         f"{len(rows) - needed} of them can fail"

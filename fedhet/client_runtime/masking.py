@@ -6,8 +6,11 @@ never answers two different requests for the same round. Otherwise, the server c
 vectors with the same mask, or learn both a site's mask and the secrets that the site shares with
 other sites.
 
-Each key is derived from the run, the round, the cohort, the peers file and the layout of the
-vector. If these values differ between two sites, the masks of the sites therefore do not cancel.
+Each key is derived from the values that all sites of a sum must have in common: the run and its
+settings, the round, the instruction, the cohort, the peers file and the layout of the vector. If a
+value differs between two sites, the masks of the sites do not cancel, and the server learns
+nothing. Otherwise, a server could send other weights or another learning rate to all sites but one,
+so that it knows the replies of these sites (Pasquini et al., CCS 2022).
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ from fedhet.base.errors import MaskingError, StateError, error_text
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ReplyStore
 from fedhet.config.resolve import Config
+from fedhet.settings.run import PLACE, where_it_ran
 from fedhet.wire.contract import Sizes, Sum, TensorField, WeightsField, check_finite, ids_of
 from fedhet.wire.identity import ClientInfo, is_name
 from fedhet.wire.knowledge import Envelope, Knowledge
 from fedhet.wire.masking import (
     BOX_BYTES,
+    COMMITMENT,
     FAULT,
     MASKED,
     NONCE_BYTES,
@@ -47,12 +52,16 @@ from fedhet.wire.masking import (
     SEEDS,
     SHARES,
     Layout,
+    commitment,
     content_digest,
     context,
 )
 
 REPLY, REVEALED = "masked reply", "shares"
 """Kinds of replies in the ledger."""
+DIFFERS = PLACE | {"early-stopping", "models.pool", "engine.min-samples-per-class"}
+"""Settings that may differ between the sites of a round: places, settings that a site replaces with
+its own values, and `early-stopping`, which does not affect training and may change on a resume."""
 FOLDER, MAX_LEDGER_BYTES, MAX_REQUEST_BYTES = "_masking", 256 * 2**20, 2**20
 """Directory of the ledgers within the private state (no run has this name), and the maximum sizes
 of a ledger and of a request, in bytes."""
@@ -68,25 +77,31 @@ class Lane:
     """Classes whose rows are summed, because enough sites of the cohort list these classes."""
     context: str = ""
     """Context from which all keys are derived, in hexadecimal; "" until the layout is known."""
+    instruction: bytes = b""
+    """Digest of the fields of the instruction that are the same for all sites of the cohort."""
 
 
 class Masking:
     """Masked replies of one client, and the shares that unmask their sum."""
 
     def __init__(self, config: Config, node: Node, info: ClientInfo) -> None:
-        """Prepare to mask a client's replies; `info` is the client's unfiltered description.
+        """Prepare to mask a client's replies.
 
-        With differential privacy, the number of samples is private, and all clients have the same
-        weight.
+        Args:
+            config: Settings of the run as the server sent them, without the node's own values.
+            node: The site, with its peers file and its key.
+            info: The client's unfiltered description.
         """
         if node.peers is None or node.peers_key is None:
             raise MaskingError("node-config 'peers': not set, expected a peers file")
         self._peers, self._key, self._name = node.peers, node.peers_key, node.name
         self._contract, self._settings = config.method.spec.replies, config.method_settings
         self._sums = config.method.spec.sums.of(config.method_settings, config.run.data.task)
-        self._classes, cap = info.classes, node.peers.cap
-        self._samples = cap if config.run.privacy.is_on else min(info.samples, cap)
-        self._is_site = node.is_site and not config.run.privacy.is_on
+        self._classes, self._weight = info.classes, node.peers.peer(node.name).weight
+        self._is_private = config.run.privacy.is_on
+        self._is_site = node.is_site and not self._is_private
+        common = {k: v for k, v in config.flat().items() if k not in where_it_ran() | DIFFERS}
+        self._run_settings = json.dumps(common, sort_keys=True)
         self._root, self._ledger = node.state_dir, Ledger(node.state_dir, node.name)
         self._lanes: list[Lane] = []
         self._faults: list[str] = []
@@ -119,15 +134,22 @@ class Masking:
         self._lanes, self._faults = [], []
         for number in numbers:
             try:
-                self._lanes.append(self._lane(number, cohorts.get(str(number))))
+                lane = self._lane(number, cohorts.get(str(number)))
             except MaskingError as error:
                 self._faults.append(str(error))
+                continue
+            differs = self._sums[number].differs
+            tensors = instruction.tensors
+            names = [name for name in tensors if name.partition("/")[0] not in differs]
+            digest = content_digest({n: tensors[n] for n in names}, instruction.scalars)
+            self._lanes.append(replace(lane, instruction=digest))
         if not self._lanes:
             raise MaskingError("; ".join(self._faults))
         digest = content_digest(instruction.tensors, instruction.scalars)
         lanes = json.dumps([[lane.number, lane.cohort] for lane in self._lanes])
         self._request = context(
-            *(envelope.run, envelope.round, self._nonce, digest, self._peers.digest, lanes)
+            *(envelope.run, envelope.round, self._nonce, digest, self._run_settings),
+            *(self._peers.digest, lanes),
         ).hex()
         run, round = envelope.run, envelope.round
         stored = self._replies(run).get(round)
@@ -156,6 +178,7 @@ class Masking:
             bound = context(
                 *(envelope.run, self._nonce, envelope.round, lane.number, lane.cohort),
                 *(self._peers.digest, threshold, layout.describe(), [*map(str, lane.rows)]),
+                *(lane.instruction, self._run_settings),
             )
             rows = own.intersection(lane.rows)
             # A site must send a row for each class listed for it in the peers file: if two of three
@@ -169,7 +192,13 @@ class Masking:
                     "samples."
                 )
                 continue
-            vector = layout.encode(sent.tensors, self._samples, self._peers.cap, rows)
+            values = dict(sent.tensors)
+            if not self._is_private:
+                # Exact numbers of samples would be revealed by two sums that differ by one site.
+                for part in layout.parts:
+                    if part.kind == "totals":
+                        values[part.name] = np.full_like(values[part.name], self._weight)
+            vector = layout.encode(values, self._weight, self._peers.max_weight, rows)
             secret = secrets.token_bytes(shamir.SECRET_BYTES)
             layout.add_mask(vector, secret, 1)
             shares, boxes = shamir.split(secret, threshold, len(lane.cohort)), []
@@ -183,6 +212,7 @@ class Masking:
                 boxes.append(np.frombuffer(box, np.uint8))
             tensors[f"{MASKED}/{lane.number}"] = vector
             tensors[f"{SHARES}/{lane.number}"] = np.stack(boxes)
+            tensors[f"{COMMITMENT}/{lane.number}"] = commitment(secret)
             lanes.append(replace(lane, context=bound.hex()))
         if not lanes:
             raise MaskingError("; ".join(self._faults))
@@ -279,6 +309,12 @@ class Masking:
     def _lane(self, number: int, cohort: Any) -> Lane:
         """Return a cohort's lane. Raises MaskingError if the cohort violates the peers file."""
         names, peers, lane = _names(cohort, f"{REQUEST}: cohort"), self._peers, self._sums[number]
+        if peers.server == "malicious" != lane.server:
+            raise MaskingError(
+                f"the sum of {', '.join(lane.fields)} protects a site only from a server that "
+                "follows the protocol, but the peers file requires protection from a malicious "
+                'server. Use another method, or a peers file with server = "curious".'
+            )
         if strangers := sorted({*names} - {*peers.names}):
             raise MaskingError(
                 f"{REQUEST}: cohort: expected sites in the peers file, got {', '.join(strangers)}"

@@ -101,7 +101,7 @@ class HetClient(NumPyClient):
         self.masking: Masking | None = None
         """Masking of replies, or None in runs without secure aggregation and for inference."""
         if self.run.privacy.secure_aggregation and node.peers:
-            self.masking = Masking(self.config, node, self.samples.info)
+            self.masking = Masking(config, node, self.samples.info)
         self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
         self.loss: float | None = None
         """Mean training loss over the last epoch."""

@@ -297,7 +297,10 @@ def _summed(method: Method) -> str:
     lanes = rule.of(method.spec.settings())
     sums = [f"{', '.join(lane.fields)} of {SUMMED_WITHIN[lane.within]}" for lane in lanes]
     needs = _requirements(method, rule.needs)
-    return f"sums of {'; '.join(sums)}" + (f"; requires {needs}" if needs else "")
+    servers = {lane.server for lane in lanes}
+    resists = "any server" if servers == {"malicious"} else "a server that follows the protocol"
+    protected = f"; protects a site from {resists}"
+    return f"sums of {'; '.join(sums)}" + (f"; requires {needs}" if needs else "") + protected
 
 
 def tasks(method: Method) -> str:

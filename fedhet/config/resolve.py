@@ -41,6 +41,8 @@ LABELED_ALPHA = 0.5
 SUMMED: Mapping[str, tuple[object, ...]] = {
     "fraction": (1.0,),
     "data.held-out-clients": (0,),
+    "training.schedule": ("constant", "cosine", "step"),
+    "training.keep-optimizer": (False,),
     "wire.encoding": ("float32", "float16", "int8"),
     "attack.kind": ("none",),
     "defense.average": ("mean",),
@@ -53,7 +55,8 @@ SUMMED: Mapping[str, tuple[object, ...]] = {
 """Settings restricted by secure aggregation, with their allowed values.
 
 Other values need the replies of individual clients, late replies, or cohorts that change every
-round.
+round, or let a reply depend on earlier rounds, in which a malicious server may have sent other
+instructions to some of the clients.
 """
 MIN_SUMMED = 3
 """Minimum number of clients in a sum. In a sum of two replies, each client could learn the other
@@ -320,6 +323,11 @@ def _check_secure_aggregation(config: Config) -> None:
     values = run.flat()
     for name, allowed in SUMMED.items():
         _check_allowed(name, values[name], allowed, setting)
+    for name, pool in run.training.pools().items():
+        if len(pool) > 1:
+            # A malicious server could choose values with which it knows all replies but one.
+            problem = "secure aggregation requires the same training settings for all clients"
+            raise invalid_setting(f"training.{kebab(name)}", list(pool), "one value", problem)
     if run.clients < MIN_SUMMED:
         raise invalid_setting("clients", run.clients, f"at least {MIN_SUMMED} with '{setting}'")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedhet.base.disk import Folder, check_secret, read_file, read_toml_tables, write_text
 from fedhet.base.errors import SettingsError, StateError, error_reason, nearest, safe_repr
-from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, SERVER, is_name
+from fedhet.wire.identity import MAX_CLASSES, SERVER, is_name
 
 PEERS = "peers.toml"
 KEY_ENDING, PUBLIC_ENDING = ".peer.key", ".peer.toml"
@@ -38,7 +38,11 @@ site's values by subtracting its own values from the sum."""
 SIMULATED = "_peers"
 """Directory of the keys of simulated clients, within their private state directory. No client has
 this name."""
-_VERSION = 1
+MAX_WEIGHT = 1000
+"""Maximum weight of a site. A value of a site with weight w loses log2(max. weight / w) bits."""
+Server = Literal["curious", "malicious"]
+"""Server that follows the protocol, or server that may lie."""
+_VERSION = 2
 _CLASS = re.compile("0|[1-9][0-9]{0,4}")
 _CLASS_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _PRIME = 2**255 - 19
@@ -54,6 +58,9 @@ class Peer:
     """X25519 public key, 32 bytes."""
     classes: tuple[str, ...] = ()
     """Numbers of the classes whose means the site sends, as text; empty if it sends no means."""
+    weight: int = 1
+    """Weight of the site in all averages. The weight is public, so it must not be the site's exact
+    number of samples."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name) or self.name == SERVER:
@@ -62,6 +69,7 @@ class Peer:
         if not _can_agree(self.key):
             rule = "an X25519 public key of 64 hexadecimal digits"
             raise SettingsError(f"{self.name}: key: expected {rule}")
+        _check(f"{self.name}: weight", self.weight, 1, MAX_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,9 @@ class Peers:
     """Number c of sites that may collude with the server without learning a site's values."""
     least: int = 0
     """Minimum number of sites in a round; 0 is replaced with the smallest permitted number."""
-    cap: int = 1
-    """Number of samples above which a site's weight no longer increases."""
+    server: Server = "curious"
+    """Server against which the sites require protection; "malicious" refuses all sums that protect
+    a site only from a server that follows the protocol (see `fedhet.wire.contract.Sum`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.name)))
@@ -96,12 +105,20 @@ class Peers:
         if type(self.least) is int and self.least == 0:
             object.__setattr__(self, "least", lowest)
         _check("least", self.least, lowest, number)
-        _check("cap", self.cap, 1, MAX_SAMPLES)
+        if self.server not in (servers := get_args(Server)):
+            raise SettingsError(
+                f"server: expected {' or '.join(servers)}, got {safe_repr(self.server)}"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all sites, sorted."""
         return tuple(peer.name for peer in self.peers)
+
+    @property
+    def max_weight(self) -> int:
+        """Largest weight of a site."""
+        return max(peer.weight for peer in self.peers)
 
     @property
     def smallest(self) -> int:
@@ -111,8 +128,8 @@ class Peers:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 digest of the format version, the rules and all sites."""
-        sites = [[peer.name, peer.key.hex(), list(peer.classes)] for peer in self.peers]
-        rules = [_VERSION, self.colluding, self.least, self.cap, sites]
+        sites = [[p.name, p.key.hex(), list(p.classes), p.weight] for p in self.peers]
+        rules = [_VERSION, self.colluding, self.least, self.server, sites]
         return hashlib.sha256(b"fedhet peers\0" + json.dumps(rules).encode()).digest()
 
     def threshold(self, sites: int) -> int:
@@ -143,7 +160,8 @@ class Peers:
 
     def to_toml(self) -> str:
         """Return the contents of the file, in the format of `read_peers`."""
-        lines = [f"colluding = {self.colluding}", f"least = {self.least}", f"cap = {self.cap}"]
+        lines = [f"colluding = {self.colluding}", f"least = {self.least}"]
+        lines.append(f'server = "{self.server}"')
         for peer in self.peers:
             lines += ["", "[[site]]", *_lines(peer)]
         return "\n".join(lines) + "\n"
@@ -151,7 +169,7 @@ class Peers:
 
 def read_peers(path: str | Path) -> Peers:
     """Read a peers file. Raises SettingsError, naming the file and the entry, if it is invalid."""
-    rules = ("colluding", "least", "cap")
+    rules = {"colluding": "an integer", "least": "an integer", "server": "a string"}
 
     def parse(values: dict[str, Any]) -> Peers:
         sites = values.pop("site", [])
@@ -159,10 +177,10 @@ def read_peers(path: str | Path) -> Peers:
             raise SettingsError(f"site: expected [[site]] tables, got {safe_repr(sites)}")
         if unknown := sorted(values.keys() - {*rules}):
             raise SettingsError(f"{unknown[0]}: unknown, expected {', '.join(rules)}, or [[site]]")
-        for name in rules:
+        for name, expected in rules.items():
             if name not in values:
-                raise SettingsError(f"{name}: not found, expected an integer")
-            _check(name, values[name], 1, MAX_SAMPLES)
+                raise SettingsError(f"{name}: not found, expected {expected}")
+        _check("least", values["least"], 1, MAX_PEERS)
         return Peers(tuple(map(_peer, sites)), **values)
 
     return _read(path, parse, "Create it with `fedhet peers`, from the sites' public files.")
@@ -204,17 +222,21 @@ def write_peers(path: Path, peers: Peers) -> None:
         raise SettingsError(f"{path}: cannot write the file ({error_reason(error)})") from None
 
 
-def write_key(directory: Path, name: str, classes: Sequence[str] = ()) -> list[Path]:
+def write_key(
+    directory: Path, name: str, classes: Sequence[str] = (), weight: int = 1
+) -> list[Path]:
     """Create a site's key pair: NAME.peer.key, readable only by its owner, and NAME.peer.toml.
 
     Returns:
         The private and the public file.
 
     Raises:
-        SettingsError: If the name or a class is invalid, or if a file exists or cannot be written.
+        SettingsError: If the name, a class, or the weight is invalid, or if a file exists or cannot
+            be written.
     """
     key = X25519PrivateKey.generate()
-    peer = _peer({"name": name, "key": _public(key).hex(), "classes": list(classes)})
+    values = {"name": name, "key": _public(key).hex(), "classes": list(classes), "weight": weight}
+    peer = _peer(values)
     paths = [directory / f"{name}{ending}" for ending in (KEY_ENDING, PUBLIC_ENDING)]
     for path in paths:
         if os.path.lexists(path):
@@ -233,18 +255,22 @@ def simulated_peers(
     names: Iterable[str],
     *,
     colluding: int = 1,
-    cap: int = MAX_SAMPLES,
+    server: Server = "curious",
     classes: Mapping[str, Sequence[str]] | None = None,
+    weights: Mapping[str, int] | None = None,
 ) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     """Return new peers for simulated clients, and their private keys by name.
 
-    The operating system generates the keys, so that the run's seed does not reveal them.
+    The operating system generates the keys, so that the run's seed does not reveal them. Clients
+    without an entry in `weights` have the weight 1.
     """
     keys = {name: X25519PrivateKey.generate() for name in names}
+    listed, weights = classes or {}, weights or {}
     sites = [
-        Peer(name, _public(key), tuple((classes or {}).get(name, ()))) for name, key in keys.items()
+        Peer(name, _public(key), tuple(listed.get(name, ())), weights.get(name, 1))
+        for name, key in keys.items()
     ]
-    return Peers(tuple(sites), colluding=colluding, cap=cap), keys
+    return Peers(tuple(sites), colluding, server=server), keys
 
 
 def own_key(peers: Peers, name: str, path: str | Path) -> X25519PrivateKey:
@@ -321,8 +347,8 @@ def _peer(values: Any) -> Peer:
     """Parse the table of a site. Raises SettingsError, naming the entry, if it is invalid."""
     if not isinstance(values, dict):
         raise SettingsError(f"site: expected a table, got {safe_repr(values)}")
-    if unknown := sorted(values.keys() - {"name", "key", "classes"}):
-        raise SettingsError(f"site: {unknown[0]}: unknown, expected name, key, or classes")
+    if unknown := sorted(values.keys() - {"name", "key", "classes", "weight"}):
+        raise SettingsError(f"site: {unknown[0]}: unknown, expected name, key, classes, or weight")
     name, key, classes = values.get("name"), values.get("key"), values.get("classes", [])
     if not isinstance(name, str):
         raise SettingsError(f"name: expected a string, got {safe_repr(name)}")
@@ -336,7 +362,7 @@ def _peer(values: Any) -> Peer:
         if not isinstance(each, str) or not _CLASS.fullmatch(each):
             rule = f'class numbers such as "0", at most {MAX_CLASSES - 1}'
             raise SettingsError(f"{name}: classes: expected {rule}, got {safe_repr(each)}")
-    return Peer(name, public, tuple(sorted(classes, key=int)))
+    return Peer(name, public, tuple(sorted(classes, key=int)), values.get("weight", 1))
 
 
 @lru_cache(maxsize=MAX_PEERS)
@@ -353,7 +379,8 @@ def _can_agree(key: bytes) -> bool:
 
 def _lines(peer: Peer) -> list[str]:
     classes = json.dumps(list(peer.classes))
-    return [f'name = "{peer.name}"', f'key = "{peer.key.hex()}"', f"classes = {classes}"]
+    lines = [f'name = "{peer.name}"', f'key = "{peer.key.hex()}"', f"classes = {classes}"]
+    return [*lines, f"weight = {peer.weight}"]
 
 
 def _public(key: X25519PrivateKey) -> bytes:

@@ -201,8 +201,8 @@ def check_models_and_data(config: Config, data: RunData) -> None:
 def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     """Return new peers for the clients of a simulation, and their private keys by name.
 
-    In classification, each client lists the classes of its training samples. The cap on the
-    clients' weights is the number of samples of the largest client.
+    In classification, each client lists the classes of its training samples. All clients have the
+    same weight.
     """
     labels, names = data.dataset.train.y, [*data.label_counts()]
     rows = [data.split_rows(index)[0] for index in range(len(names))]
@@ -211,7 +211,7 @@ def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
         for name, own in zip(names, rows, strict=True)
         if data.dataset.task.has_distribution
     }
-    return simulated_peers(names, cap=max(map(len, rows)), classes=classes)
+    return simulated_peers(names, classes=classes)
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:

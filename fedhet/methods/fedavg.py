@@ -7,7 +7,7 @@ from fedhet.algorithms import Part
 from fedhet.methods.spec import (
     AVERAGED_MODEL,
     DP_SGD,
-    SUM_OF_WEIGHTS,
+    SUM_OF_ALL_WEIGHTS,
     MethodSpec,
     default_sizes,
     model_shapes,
@@ -60,5 +60,5 @@ SPEC = MethodSpec(
     instructions=Contract((WeightsField("weights", "averaged tensors, from which clients start"),)),
     replies=REPLIES,
     privacy=DP_SGD,
-    sums=SUM_OF_WEIGHTS,
+    sums=SUM_OF_ALL_WEIGHTS,
 )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
-from fedhet.methods.spec import Protection
+from fedhet.methods.spec import SUM_OF_WEIGHTS, Protection
 
 EXTENDS = "fedavg"
 """Method whose strategy and client FedBN uses."""
@@ -31,4 +31,5 @@ SPEC = replace(
     privacy=Protection(
         unsupported="the method needs batch normalization, which mixes the samples of a batch"
     ),
+    sums=SUM_OF_WEIGHTS,
 )

@@ -12,7 +12,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from fedhet.methods import fedavg
+<<<<<<< HEAD
 from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL
+=======
+from fedhet.methods.spec import BOTH_MODELS, SUM_OF_WEIGHTS
+>>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
 from fedhet.settings.schema import Count, ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
 
@@ -65,4 +69,5 @@ SPEC = replace(
         "coarse_loss": "loss of the shared head on the coarse part of the fused features",
     },
     privacy=replace(BOTH_MODELS, models=("shared",)),
+    sums=SUM_OF_WEIGHTS,
 )

@@ -9,7 +9,11 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+<<<<<<< HEAD
 from fedhet.methods.spec import OWN_MODEL
+=======
+from fedhet.methods.spec import SUM_OF_WEIGHTS
+>>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
 
 EXTENDS = "fedavg"
 """Method whose strategy and client FedPer uses."""
@@ -29,4 +33,5 @@ SPEC = replace(
     deployed=OWN_MODEL,
     paper_model="each client's model, with its own head",
     settings=FedPerSettings,
+    sums=SUM_OF_WEIGHTS,
 )

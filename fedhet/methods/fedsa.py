@@ -5,7 +5,11 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+<<<<<<< HEAD
 from fedhet.methods.spec import OWN_MODEL
+=======
+from fedhet.methods.spec import SUM_OF_WEIGHTS
+>>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
 
 EXTENDS = "fedavg"
 """Method whose client FedSA-LoRA uses."""
@@ -25,4 +29,5 @@ SPEC = replace(
     deployed=OWN_MODEL,
     paper_model="each client's model, with its own factor B",
     settings=FedSaSettings,
+    sums=SUM_OF_WEIGHTS,
 )

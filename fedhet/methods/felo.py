@@ -93,7 +93,7 @@ SPEC = MethodSpec(
     privacy=Protection(CLASS_SUMS, vectors=2),
     sums=Sums(
         (
-            Sum(("features", "logits", "counts"), "classes"),
+            Sum(("features", "logits", "counts"), "classes", differs=("weights",)),
             Sum(("weights",), within="architecture", only_if=("share_weights", True)),
         )
     ),

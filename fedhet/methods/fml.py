@@ -13,7 +13,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fedhet.methods import fedavg
+<<<<<<< HEAD
 from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL
+=======
+from fedhet.methods.spec import BOTH_MODELS, SUM_OF_WEIGHTS
+>>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, WeightsField
 
@@ -54,4 +58,5 @@ SPEC = replace(
     instructions=Contract((WeightsField("weights", "averaged meme, from which clients start"),)),
     replies=Contract((WeightsField("weights", "meme after training"),)),
     privacy=replace(BOTH_MODELS, models=("meme",)),
+    sums=SUM_OF_WEIGHTS,
 )

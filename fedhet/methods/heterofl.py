@@ -90,7 +90,7 @@ SPEC = MethodSpec(
         DP_SGD, needs={"masked": (False,)}, reason="the mask reveals the client's label set"
     ),
     sums=Sums(
-        (Sum(("weights",), within="architecture"),),
+        (Sum(("weights",), within="architecture", server="malicious"),),
         needs={"weighting": ("samples",), "masked": (False,)},
     ),
 )

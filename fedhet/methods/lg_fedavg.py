@@ -12,7 +12,11 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+<<<<<<< HEAD
 from fedhet.methods.spec import OWN_MODEL
+=======
+from fedhet.methods.spec import SUM_OF_WEIGHTS
+>>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
 from fedhet.settings.schema import Count
 
 EXTENDS = "fedavg"
@@ -40,4 +44,5 @@ SPEC = replace(
     paper_model="each client's extractor and head",
     settings=LgFedAvgSettings,
     one_model=False,
+    sums=SUM_OF_WEIGHTS,
 )

@@ -146,6 +146,9 @@ class Sums:
 
 UNDECLARED_SUMS = Sums(unsupported="the method does not declare which fields the server sums")
 SUM_OF_WEIGHTS = Sums((Sum(("weights",)),))
+"""Sum of weights, if clients also keep weights that they do not send."""
+SUM_OF_ALL_WEIGHTS = Sums((Sum(("weights",), server="malicious"),))
+"""Sum of weights, if clients start each round only from the server's weights."""
 
 
 @dataclass(frozen=True)

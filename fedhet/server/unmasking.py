@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from flwr.common import Code, GetPropertiesIns, Scalar
 
-from fedhet.algorithms.shamir import SECRET_BYTES, SHARE_BYTES, join
+from fedhet.algorithms.shamir import SECRET_BYTES, SHARE_BYTES, DealerError, join
 from fedhet.base.arrays import Array
 from fedhet.base.disk import read_json, write_text
 from fedhet.base.errors import StateError, error_text, one_line
@@ -41,6 +41,8 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from fedhet.wire.masking import (
     BOX_BYTES,
+    COMMITMENT,
+    COMMITMENT_BYTES,
     FAULT,
     MASKED,
     REQUEST,
@@ -48,6 +50,7 @@ from fedhet.wire.masking import (
     SEEDS,
     SHARES,
     Layout,
+    commitment,
 )  # fmt: skip
 
 STATE = "secure-aggregation.json"
@@ -109,6 +112,8 @@ class Unmasking:
         self._members: Mapping[str, Member] = {}
         self._requests: dict[int, RoundRequest] = {}
         self._round, self._request = 0, RoundRequest("", [])
+        self._max_spoiled, self._spoiled = config.run.engine.max_divergences, 0
+        """Maximum and current number of consecutive rounds in which a client spoiled a sum."""
         if config.run.resume and (path := directory / STATE).exists():
             try:
                 for number, (nonce, groups) in read_json(path).items():
@@ -169,15 +174,19 @@ class Unmasking:
 
         `sizes` returns the axis sizes and weight shapes of the client's unmasked reply.
         """
-        vectors, shares = {}, {}
+        vectors, shares, commitments = {}, {}, {}
         for group in self._request.of(client.name):
             sites = len(group.cohort)
             vectors[str(group.number)] = (self._layout(group, client, sizes).size,), "uint32"
             shares[str(group.number)] = (sites, BOX_BYTES), "uint8"
-        return Sizes({}, {MASKED: vectors, SHARES: shares})
+            commitments[str(group.number)] = (COMMITMENT_BYTES,), "uint8"
+        return Sizes({}, {MASKED: vectors, SHARES: shares, COMMITMENT: commitments})
 
     def __call__(self, replies: Iterable[Reply], sizes: SizesOf) -> Iterator[Reply]:
-        """Yield each sum of the masked replies, in the form of a client's reply."""
+        """Yield each sum of the masked replies, in the form of a client's reply.
+
+        Raises StateError if a client has spoiled sums in too many consecutive rounds.
+        """
         by_name: dict[str, Reply] = {}
         for reply in replies:
             if reply.age:
@@ -195,7 +204,7 @@ class Unmasking:
             return
         groups: list[Group] = []
         for position, group in enumerate(self._request.groups):
-            fields = {f"{field}/{group.number}" for field in (MASKED, SHARES)}
+            fields = {f"{field}/{group.number}" for field in (MASKED, SHARES, COMMITMENT)}
             replied = tuple(
                 name
                 for name in group.cohort
@@ -213,17 +222,26 @@ class Unmasking:
                 self._lost(group, f"{len(replied)} of {len(group.cohort)} clients replied")
         self._write()
         sums: dict[str, Reply] = {}
-        for group, seeds in self._ask(groups, by_name).items():
+        seeds_of, is_spoiled = self._ask(groups, by_name)
+        for group, seeds in seeds_of.items():
             try:
                 info, knowledge = self._sum(group, by_name, seeds, sizes)
             except ValueError as error:
                 self._lost(group, str(error))
+                is_spoiled = True
                 continue
             clients = {*group.survivors}
             if (before := sums.get(info.name)) is not None:
                 knowledge = before.knowledge.replacing(knowledge.tensors)
                 clients |= {*before.clients}
             sums[info.name] = Reply(info, knowledge, Measured({}), clients=tuple(sorted(clients)))
+        self._spoiled = self._spoiled + 1 if is_spoiled else 0
+        if self._spoiled >= self._max_spoiled > 0:
+            raise StateError(
+                f"sums were spoiled in {self._spoiled} consecutive rounds ('engine.max-divergences'"
+                "), so the run ends. A malicious client can do so without being identified. If all "
+                "clients are honest, their peers files, settings, or instructions differ."
+            )
         for _, reply in sorted(sums.items()):
             # If a sum has no class rows, add empty tensors, as in a client's reply.
             tensors: dict[str, Array] = {}
@@ -240,8 +258,11 @@ class Unmasking:
 
     def _ask(
         self, groups: Sequence[Group], replies: Mapping[str, Reply]
-    ) -> dict[Group, list[tuple[bytes, int]]]:
-        """Request the shares of all survivors, and return the seeds of the masks in each sum.
+    ) -> tuple[dict[Group, list[tuple[bytes, int]]], bool]:
+        """Request the shares of all survivors.
+
+        Returns the seeds of the masks in each sum, and whether a sum is lost although all of its
+        survivors revealed shares.
 
         A node that cannot be reached, e.g. because it restarts, is called again until the time
         limit. The round continues when all sums can be unmasked, without waiting for other nodes.
@@ -277,7 +298,7 @@ class Unmasking:
                 continue
             for group in (each for each in groups if each not in seeds):
                 try:
-                    seeds[group] = self._seeds(group, answers, wrong)
+                    seeds[group] = self._seeds(group, answers, replies, wrong)
                 except ValueError as error:
                     reasons[group] = str(error)
             if len(seeds) == len(groups):
@@ -286,7 +307,11 @@ class Unmasking:
         self._report_faults(answers, wrong)
         for group in (each for each in groups if each not in seeds):
             self._lost(group, reasons[group])
-        return {group: seeds[group] for group in groups if group in seeds}
+        is_spoiled = any(
+            group not in seeds and all(group.number in answers[name][0] for name in group.survivors)
+            for group in groups
+        )
+        return {group: seeds[group] for group in groups if group in seeds}, is_spoiled
 
     def _shares_of(
         self, name: str, groups: Sequence[Group], replies: Mapping[str, Reply], end: float
@@ -332,19 +357,40 @@ class Unmasking:
                 faults.setdefault(one_line(fault)[:300], []).append(name)
         for fault, clients in faults.items():
             self._state.notice(f"shares not revealed by {', '.join(clients)}: {fault}")
+        owners: dict[str, set[str]] = {}
+        for name, makers in wrong.items():
+            for maker in makers:
+                owners.setdefault(maker, set()).add(name)
+        majority = len(answers) // 2 + 1
+        for owner, names in sorted(owners.items()):
+            if owner in names:  # The other clients' shares prove that the owner is at fault.
+                fault = "the seed of its mask does not match its commitment"
+                self._state.drop_client(owner, fault, "refused")
+            elif len(names) >= majority:
+                fault = f"{len(names)} of {len(answers)} clients received wrong shares of its mask"
+                self._state.drop_client(owner, fault, "refused")
         for name, makers in sorted(wrong.items()):
-            self._state.notice(
-                f"round {self._round}: {name} revealed wrong shares of the masks of "
-                f"{', '.join(sorted(makers))}, or these clients sent wrong shares to {name}"
-            )
+            if len(makers) >= majority:
+                fault = f"it revealed wrong shares of the masks of {len(makers)} clients"
+                self._state.drop_client(name, fault, "refused")
+            elif others := sorted(makers - {name}):
+                self._state.notice(
+                    f"round {self._round}: {name} revealed wrong shares of the masks of "
+                    f"{', '.join(others)}, or these clients sent wrong shares to {name}"
+                )
 
     def _seeds(
-        self, group: Group, answers: Mapping[str, Answer], wrong: dict[str, set[str]]
+        self,
+        group: Group,
+        answers: Mapping[str, Answer],
+        replies: Mapping[str, Reply],
+        wrong: dict[str, set[str]],
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
 
         If a client revealed wrong shares, adds the owners of the affected masks to its entry in
-        `wrong`. Raises ValueError if a seed is unknown.
+        `wrong`. If the seed of a client provably does not match its commitment, adds the client to
+        its own entry. Raises ValueError if a seed is unknown.
         """
         survivors, number = group.survivors, group.number
         lost = [name for name in group.cohort if name not in survivors]
@@ -367,11 +413,19 @@ class Unmasking:
                 for other, (value, _) in sorted(revealed.items())
             }
             undecrypted = {point for point, share in shares.items() if not any(share)}
+            for point in undecrypted:
+                wrong.setdefault(group.cohort[point - 1], set()).add(name)
+            committed = replies[name].knowledge.tensors[f"{COMMITMENT}/{number}"]
             try:
-                secret, bad = join({p: s for p, s in shares.items() if p not in undecrypted})
+                secret, bad = join(
+                    {point: share for point, share in shares.items() if point not in undecrypted},
+                    lambda seed, expected=committed: np.array_equal(commitment(seed), expected),
+                )
             except ValueError as error:
+                if isinstance(error, DealerError):
+                    wrong.setdefault(name, set()).add(name)
                 raise ValueError(f"the mask of {name} is unknown: {error}") from None
-            for point in (*bad, *undecrypted):
+            for point in bad:
                 wrong.setdefault(group.cohort[point - 1], set()).add(name)
             seeds.append((secret, -1))
             for position_lost, other in enumerate(lost):

@@ -134,8 +134,8 @@ class EngineSettings(ComputeSettings):
     )
     max_divergences: CountOrNone = Field(
         3,
-        description="number of consecutive rounds with divergent training of the server's model "
-        "until the run stops; 0 = never",
+        description="number of consecutive rounds with divergent training of the server's model, "
+        "or with a spoiled sum of secure aggregation, until the run stops; 0 = never",
     )
 
     @model_validator(mode="after")

@@ -290,8 +290,9 @@ class Sum:
     fields: tuple[str, ...]
     """Names of the summed fields, except the field with class ids."""
     weight: Literal["samples", "clients", "classes"] = "samples"
-    """Weight of a client: number of samples ("samples"), 1 ("clients"), or number of samples
-    per class ("classes"; 1 if the method's setting `weighting` is "clients")."""
+    """Weight of a client in the plain method: number of samples ("samples"), 1 ("clients"), or
+    number of samples per class ("classes"; 1 if the method's setting `weighting` is "clients").
+    With secure aggregation, the weight in the peers file replaces the number of samples."""
     within: Literal["all", "architecture"] = "all"
     """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
@@ -300,10 +301,22 @@ class Sum:
     distribution: bool | None = None
     """Tasks in which the fields are sent: only tasks whose outputs are a distribution over classes
     (True), only other tasks (False), or all tasks (None)."""
+    differs: tuple[str, ...] = ()
+    """Fields of the instruction that differ between the summed clients. All other fields are the
+    same for these clients, so the clients' keys depend on them."""
+    server: Literal["curious", "malicious"] = "curious"
+    """Server from which the sum protects a client: a server that follows the protocol ("curious"),
+    or also a server that lies ("malicious").
+
+    A sum resists a malicious server only if a reply depends on nothing except the client's samples
+    and what all summed clients have in common, i.e. the settings and the instruction. If clients
+    keep a model between rounds, a server can first spoil the models of all clients but one. If
+    instructions differ, it can spoil the instructions of all clients but one. In both cases, it
+    knows the other replies, and the sum reveals the remaining reply."""
 
     def __post_init__(self) -> None:
         """Raise TypeError if the declaration is invalid."""
-        require(self, fields=tuple, weight=str, within=str)
+        require(self, fields=tuple, weight=str, within=str, differs=tuple, server=str)
 
 
 def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, ...]:

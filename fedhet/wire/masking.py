@@ -50,14 +50,15 @@ from fedhet.wire.contract import (
 )
 from fedhet.wire.encodings import STATISTICS
 
-MASKED, SHARES = "masked", "shares"
-"""Fields of a masked reply, with one tensor per lane: the vector [words], and the encrypted shares
-[sites, bytes]."""
+MASKED, SHARES, COMMITMENT = "masked", "shares", "commitment"
+"""Fields of a masked reply, with one tensor per lane: the vector [words], the encrypted shares
+[sites, bytes] of the mask's seed, and the commitment [bytes] to this seed."""
 REQUEST, REVEAL, SEEDS, FAULT = "masking", "unmasking", "seeds", "fault"
 """Entries of messages: a request for a masked reply and a request for shares, in JSON; the secrets
 shared with lost sites; and the reason why a site refuses lanes or reveals nothing for them."""
-NONCE_BYTES, BOX_BYTES = 12, 12 + SHARE_BYTES + 16
-"""Size of the nonce of an encrypted share, and of nonce, ciphertext and tag together, in bytes."""
+NONCE_BYTES, BOX_BYTES, COMMITMENT_BYTES = 12, 12 + SHARE_BYTES + 16, 32
+"""Size of the nonce of an encrypted share, of nonce, ciphertext and tag together, and of a
+commitment, in bytes."""
 
 
 class LanesField(WeightsField):
@@ -72,6 +73,7 @@ MASKED_CONTRACT = Contract(
     (
         LanesField(MASKED, "masked vectors of secure aggregation"),
         LanesField(SHARES, "encrypted shares of the masks"),
+        LanesField(COMMITMENT, "commitments to the seeds of the masks"),
         ScalarField(FAULT, str, "reason why the site refuses lanes", required=False),
     )
 )
@@ -79,9 +81,9 @@ HEADER = ("sites", "cap", "weight", "clipped")
 """Counters in a vector: the constant 1, the sites' common cap, the weight, and the number of
 clipped values.
 
-The sum of the first counter equals the number of sites only if all masks cancel. Only vectors
-weighted by samples contain numbers of samples, because two cohorts that differ by one site reveal
-that site's number of samples as the difference of two sums."""
+The sum of the first counter equals the number of sites only if all masks cancel. A weight is the
+site's weight in the peers file. It is never the number of samples, because two cohorts that differ
+by one site would reveal this number as the difference of two sums."""
 WIDE_BITS, NARROW_BITS, NARROW_RANGE = 20, 25, 6
 """Number of fractional bits of 64-bit words, and of 32-bit words if the cohort has one site; and
 log2 of the bound 64 on values in 32-bit words."""
@@ -113,7 +115,7 @@ class Layout:
     """Layout of a lane's vector: the order, shape, and encoding of each tensor."""
 
     weight: str
-    """Weight of a site: `samples`, `clients`, or `classes` for the samples of each class."""
+    """Weight of a site (see `Sum.weight`)."""
     sites: int
     """Number of sites in the cohort."""
     classes: int
@@ -171,13 +173,14 @@ class Layout:
         bits = WIDE_BITS, NARROW_BITS, NARROW_RANGE
         return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
 
-    def encode(self, sent: Arrays, samples: int, cap: int, rows: Collection[int] = ()) -> Array:
+    def encode(self, sent: Arrays, weight: int, cap: int, rows: Collection[int] = ()) -> Array:
         """Encode a site's finite tensors as a vector, i.e. a uint32 array of shape [size].
 
-        `samples` must be at most `cap`. Only the rows of the classes in `rows` are encoded.
+        `weight` is the site's weight, and `cap` the largest weight of a site. Only the rows of the
+        classes in `rows` are encoded.
         """
         vector = np.zeros(self.size, np.uint32)
-        weight, cap = (samples, cap) if self.weight == "samples" else (1, 1)
+        weight, cap = (weight, cap) if self.weight == "samples" else (1, 1)
         header, class_weights = self._counters(vector)
         clipped, present, by_row = 0, np.zeros(0, np.intp), np.zeros(0, np.int64)
         kept = np.zeros(0, bool)
@@ -217,7 +220,10 @@ class Layout:
         header, class_weights = self._counters(total := np.array(total))
         count, caps, weight, clipped = map(int, header)
         if count != sites:
-            raise ValueError("the masks do not cancel")
+            raise ValueError(
+                "the masks do not cancel, because a client sent a wrong vector, or because the "
+                "clients' instructions, settings, cohorts, or peers files differ"
+            )
         bounds = 0 < caps <= sites * 2**31 and caps % sites == 0 and sites <= weight <= caps
         if not bounds or clipped < 0:
             raise ValueError("a site sent impossible counters")
@@ -297,7 +303,15 @@ class Layout:
 def context(*parts: bytes | str | int | Sequence[str]) -> bytes:
     """Return the SHA-256 digest of an unambiguous encoding of a list of values."""
     listed = [part.hex() if isinstance(part, bytes) else part for part in parts]
-    return hashlib.sha256(json.dumps(["fedhet masking 1", *listed]).encode()).digest()
+    return hashlib.sha256(json.dumps(["fedhet masking 2", *listed]).encode()).digest()
+
+
+def commitment(seed: bytes) -> Array:
+    """Return a commitment to the random seed of a mask, i.e. a uint8 array of shape [32].
+
+    With the commitment, the server recognizes the seed among values computed from wrong shares.
+    """
+    return np.frombuffer(context("seed", seed), np.uint8)
 
 
 def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | str]) -> bytes:
