@@ -58,6 +58,7 @@ class Kit:
         classes=None,
         cap: int = 100,
         colluding: int = 1,
+        server: str = "curious",
         is_site: bool = False,
         deployed: bool = False,
         **changes: object,
@@ -69,8 +70,10 @@ class Kit:
         self.directory = directory / "run"
         self.directory.mkdir(exist_ok=True)
         lists = dict.fromkeys(self.names, ("0", "1", "2", "3")) | dict(classes or {})
+        self.samples = {name: 10 * k + 20 for k, name in enumerate(self.names)}
+        weights = {name: min(samples, cap) for name, samples in self.samples.items()}
         self.peers, self.keys = simulated_peers(
-            self.names, colluding=colluding, cap=cap, classes=lists
+            self.names, colluding=colluding, server=server, classes=lists, weights=weights
         )
         self.root = directory / "sites"
         self.infos = {
@@ -328,9 +331,10 @@ def test_class_means_are_averaged_over_the_sites_that_have_the_class(tmp_path, w
             tensors = sent[name].tensors
             for row, each in enumerate(tensors["classes"]):
                 if each == label:
-                    own = tensors["counts"][row] if weighting == "samples" else 1
+                    public = kit.peers.peer(name).weight  # in place of the number of samples
+                    own = public if weighting == "samples" else 1
                     top += own * tensors["features"][row].astype(np.float64)
-                    weight, count = weight + own, count + tensors["counts"][row]
+                    weight, count = weight + own, count + public
         if weight:
             expected[label] = top / weight, count
     assert found["classes"].tolist() == sorted(expected)
@@ -415,7 +419,7 @@ def test_a_sum_with_too_few_survivors_does_not_cost_the_other_sums(tmp_path):
     assert sorted(sums) == [ALL, "+mlp"]
     assert "weights/layer.weight" not in sums[ALL].knowledge.tensors
     assert sums[ALL].clients == tuple(kit.names[1:])
-    weights = [np.float64(sent[name].tensors["counts"])[:, None] for name in kit.names[1:]]
+    weights = [kit.peers.peer(name).weight for name in kit.names[1:]]
     features = [np.float64(sent[name].tensors["features"]) for name in kit.names[1:]]
     mean = sum(w * x for w, x in zip(weights, features, strict=True)) / sum(weights)
     found = sums[ALL].knowledge.tensors["features"]
@@ -776,7 +780,7 @@ def test_survivors_that_break_the_rules_are_refused(tmp_path):
 
 def test_differing_peers_files_are_detected(tmp_path):
     kit = Kit(tmp_path, 4)
-    other = replace(kit.peers, cap=99)
+    other = replace(kit.peers, least=4)
     kit.sites["site-01"] = kit.site("site-01", other)
     assert not kit.sums(of_all(np.random.default_rng(0), kit.names))
     assert "is lost" in kit.notices[-1]
@@ -991,7 +995,7 @@ def view(kit: Kit, number: int, values: np.ndarray, *, mask: bool = True) -> np.
                 vector = site.masked(envelope, sent).tensors[f"{MASKED}/0"]
             layout.add_mask(vector, drawn[0], -1)
         else:
-            vector = layout.encode(sent.tensors, site._samples, site._peers.cap)
+            vector = layout.encode(sent.tensors, site._weight, site._peers.max_weight)
         seen.append(vector)
     return np.stack(seen)
 

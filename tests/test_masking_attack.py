@@ -51,7 +51,7 @@ class Transcript:
     """What the server and site-2 see of two rounds, and what they know."""
 
     def __init__(self, root) -> None:
-        self.peers, self.keys = simulated_peers(NAMES, cap=CAP)
+        self.peers, self.keys = simulated_peers(NAMES, weights=dict.fromkeys(NAMES, CAP))
         rng = np.random.default_rng(7)
         self.sent = {
             (round, name): rng.normal(0, 0.1, VALUES).astype(np.float32)

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from federation import Server, fast, records, run, small
+from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import CutError, Notices, resumed, same_but_for_the_name
 from rounds import instruction_of, reply_of
 
 from fedhet.base.errors import MaskingError, SettingsError
 from fedhet.client_runtime.masking import Masking
 from fedhet.config.resolve import resolve
+from fedhet.data.store import RunData
+from fedhet.engines import simulate as simulation
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.server.unmasking import Unmasking
+from fedhet.wire.identity import client_name
+from fedhet.wire.knowledge import Knowledge, decode, encode
 
 SUMMED = sorted(name for name, method in all_methods()[0].items() if method.spec.sums.lanes)
 NOT_IN_THE_DESIGN = {"fedsa"}
@@ -59,8 +65,18 @@ def test_the_methods_of_the_design_can_be_summed():
         if name != "fedsa"  # needs a pretrained encoder, see tests/test_fedlora.py
     ],
 )
-def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, method):
+def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(simulation, "peers_of", weighed_by_samples)
     check_same_instructions(config_of(method), tmp_path)
+
+
+def weighed_by_samples(data: RunData, *, peers_of=simulation.peers_of):
+    """Give each simulated client its number of samples as its public weight, as in a plain run."""
+    peers, keys = peers_of(data)
+    clients = len(peers.peers)
+    weights = {client_name(k, clients): len(data.split_rows(k)[0]) for k in range(clients)}
+    sites = tuple(replace(peer, weight=weights[peer.name]) for peer in peers.peers)
+    return replace(peers, peers=sites), keys
 
 
 def check_same_instructions(config, directory):
@@ -89,11 +105,12 @@ def check_same_instructions(config, directory):
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
 @pytest.mark.parametrize("method", ["felo", "fedproto"])
 @pytest.mark.slow
-def test_class_means_have_the_weights_of_the_setting(tmp_path, method, weighting):
+def test_all_sites_have_the_same_weight_in_class_means_by_default(tmp_path, method, weighting):
     told = []
     for secure in (False, True):
         (directory := tmp_path / f"{secure}").mkdir()
-        changes = {f"{method}.weighting": weighting, "alpha": 0.5, "data.min-samples": 20}
+        own = weighting if secure else "clients"
+        changes = {f"{method}.weighting": own, "alpha": 0.5, "data.min-samples": 20}
         server = Server(config_of(method, **changes, **(SECURE if secure else {})), directory)
         server.play(1)
         told.append([instruction_of(each).tensors for each in server.ask(2)])
@@ -101,6 +118,157 @@ def test_class_means_have_the_weights_of_the_setting(tmp_path, method, weighting
         rows = np.isin(one["classes"], other["classes"])
         assert 0 < rows.sum() <= len(rows), "classes of fewer than three clients are missing"
         np.testing.assert_allclose(other["features"], one["features"][rows], rtol=2e-6, atol=4e-6)
+
+
+# A server that lies (Pasquini et al., CCS 2022)
+
+
+def changed(ins: FitIns, change, **signed: object) -> FitIns:
+    """Return a request whose instruction `change` has modified; `signed` is its envelope."""
+    envelope, knowledge = decode(parameters_to_ndarrays(ins.parameters), "test")
+    tensors = {name: value.copy() for name, value in knowledge.tensors.items()}
+    change(tensors)
+    message = encode(replace(envelope, **signed), Knowledge(tensors, knowledge.scalars))
+    return FitIns(ndarrays_to_parameters(message), ins.config)
+
+
+def to_zero(tensors) -> None:
+    for value in tensors.values():
+        if np.issubdtype(value.dtype, np.floating):
+            value[...] = 0
+
+
+@pytest.mark.parametrize("form", ["instructions", "settings"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=[] if name in ("fedavg", "felo") else [pytest.mark.slow])
+        for name in SUMMED
+        if name != "fedsa"  # needs a pretrained encoder; its messages are those of fedavg
+    ],
+)
+def test_a_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method, form):
+    """With replies that the server knows, the sum would be the remaining client's reply."""
+    one_model = {"models": ["cnn2"]} if method == "felo" else {}
+    config = config_of(method, rounds=3, **SECURE, **one_model)
+    server = Server(config, tmp_path)
+    notices: list[str] = []
+    server.log.notice = server.strategy.state.notice = notices.append
+    server.play(1)
+    server.close(1)
+    before = server.strategy.state_dict()
+    asked = server.ask(2)
+    answers = []
+    for number, (proxy, ins) in enumerate(asked):
+        if number and form == "instructions":
+            ins = changed(ins, to_zero)
+        elif number:
+            inner, other = proxy._proxy, resolve({**config.flat(), "training.lr": 1e-12})
+            inner._config = other
+            inner._node = replace(inner._node, training=other.run.training)
+        answers += server.answers([(proxy, ins)])
+    assert all("masked/0" in reply_of(result).tensors for _, result in answers)
+    server.strategy.aggregate_fit(2, answers, [])
+    lanes = config.method.spec.sums.of(config.method_settings)
+    assert sum("is lost" in text for text in notices) == len(lanes), notices
+    derived = "round 2: client-0 derived other keys than most clients"
+    assert any(derived in text for text in notices), notices
+    after = server.strategy.state_dict()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "pfedme", "heterofl", "fedper", "fedbn"])
+def test_a_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_round(
+    tmp_path, method
+):
+    """A server could spoil earlier rounds for all clients but one, and so know their replies."""
+    config = config_of(method, rounds=3)
+    sent = []
+    for spoiled in (False, True):
+        (folder := tmp_path / f"{spoiled}").mkdir()
+        server = Server(config, folder)
+        asked = server.ask(1)[:1]
+        proxy, ins = asked[0]
+        if spoiled:
+
+            def shift(tensors) -> None:
+                for value in tensors.values():
+                    if np.issubdtype(value.dtype, np.floating):
+                        value += np.float32(0.1)
+
+            server.answers([(proxy, changed(ins, shift))])
+        later = changed(ins, lambda tensors: None, round=2)
+        ((_, result),) = server.answers([(proxy, later)])
+        sent.append(reply_of(result).tensors)
+    fresh, spoiled = sent
+    same = all(np.array_equal(fresh[name], spoiled[name]) for name in fresh)
+    (lane,) = find_method(method).spec.sums.lanes
+    assert same is (lane.server == "malicious")
+
+
+def test_the_sums_that_resist_a_malicious_server_are_the_documented_ones():
+    resisting = {
+        name
+        for name in SUMMED
+        if all(lane.server == "malicious" for lane in find_method(name).spec.sums.lanes)
+    }
+    assert resisting == {"fedavg", "fedprox", "heterofl", "pfedme"}
+    page = (Path(__file__).parents[1] / "docs" / "secure-aggregation.md").read_text()
+    rows = [line for line in page.splitlines() if "protects a site from any server" in line]
+    assert {n.strip() for row in rows for n in row.split("|")[1].replace("`", "").split(",")} == (
+        resisting
+    )
+
+
+def test_a_site_that_requires_protection_from_a_malicious_server_refuses_other_sums(
+    tmp_path, monkeypatch
+):
+    def malicious(data, *, peers_of=simulation.peers_of):
+        peers, keys = peers_of(data)
+        return replace(peers, server="malicious"), keys
+
+    monkeypatch.setattr(simulation, "peers_of", malicious)
+    server = Server(config_of("fedproto", rounds=1, **SECURE), tmp_path)
+    _, answers = server.play(1)
+    for _, result in answers:
+        assert "requires protection from a malicious server" in result.metrics["error"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("training.keep-optimizer", True),
+        ("training.schedule", "plateau"),
+        ("training.lr", [0.1, 1e-12]),
+    ],
+)
+def test_settings_with_which_a_server_could_know_single_replies_are_rejected(setting, value):
+    with pytest.raises(SettingsError, match=setting):
+        config_of("fedavg", **SECURE, **{setting: value})
+
+
+def test_sums_do_not_reveal_numbers_of_samples(tmp_path):
+    """Two sums that differ by one site would reveal its numbers exactly."""
+    server = Server(config_of("felo", models=["cnn2"], **SECURE), tmp_path)
+    counts = {}
+    aggregate = server.strategy.aggregate
+
+    def recording(round, replies):
+        for reply in replies:
+            counts[round, reply.client.name] = (
+                reply.samples,
+                reply.knowledge.tensors["counts"].tolist(),
+            )
+        return aggregate(round, replies)
+
+    server.strategy.aggregate = recording
+    server.play(1)
+    samples, by_class = counts[1, "+all"]
+    assert samples == 6, "each client has the weight 1"
+    assert len(by_class) == 10
+    assert len({*by_class}) == 1
 
 
 def test_a_client_sends_nothing_about_its_own_samples(tmp_path):
@@ -111,7 +279,7 @@ def test_a_client_sends_nothing_about_its_own_samples(tmp_path):
     _, plain_answers = plain.play(1)
     for (_, result), (_, other) in zip(answers, plain_answers, strict=True):
         sent = reply_of(result)
-        assert sorted(sent.tensors) == ["masked/0", "shares/0"]
+        assert sorted(sent.tensors) == ["commitment/0", "masked/0", "shares/0"]
         assert not sent.scalars
         assert result.num_examples == 2
         assert "loss" in other.metrics

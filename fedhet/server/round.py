@@ -96,6 +96,8 @@ class RoundState:
         training."""
         self._outcomes: dict[str, Outcome] = {}
         """Failures in the current round, by client."""
+        self._misconduct: set[str] = set()
+        """Clients whose replies have made sums useless in the current round."""
         self._peak_memory_mb = 0.0
         self._noticed_metrics: set[str] = set()
 
@@ -104,6 +106,7 @@ class RoundState:
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
             self._outcomes, self._magnitudes, self.reply_rounds = {}, {}, {}
+            self._misconduct = set()
             self.clock.start()
 
     def record_selection(
@@ -252,6 +255,11 @@ class RoundState:
             fault = f"its reply cannot be used ({type(error).__name__}: {error_text(error)})"
             self.drop_client(name, fault, "refused")
 
+    def record_misconduct(self, name: str, fault: str) -> None:
+        """Count a client's reply as rejected, although its values may already be in a sum."""
+        self._misconduct.add(name)
+        self.notice(f"round {self.record.round}: {name} {fault}")
+
     def skip_evaluation(self, name: str, reason: str, outcome: Outcome | None) -> None:
         """Record that a client could not be evaluated."""
         if outcome is not None:
@@ -326,6 +334,7 @@ class RoundState:
         """
         names = (*self.expected, *self._outcomes)
         outcomes = {name: self._outcomes.get(name) for name in names}
+        outcomes |= dict.fromkeys(self._misconduct, "refused")
         return self.health.update(self.record.round, outcomes, members)
 
     def finish(self, *, evaluated: bool) -> RoundRecord:

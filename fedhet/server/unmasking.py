@@ -261,8 +261,8 @@ class Unmasking:
     ) -> tuple[dict[Group, list[tuple[bytes, int]]], bool]:
         """Request the shares of all survivors.
 
-        Returns the seeds of the masks in each sum, and whether a sum is lost although all of its
-        survivors revealed shares.
+        Returns the seeds of the masks in each sum, and whether an unknown client spoiled a sum,
+        i.e. whether a sum is lost although all of its survivors revealed shares.
 
         A node that cannot be reached, e.g. because it restarts, is called again until the time
         limit. The round continues when all sums can be unmasked, without waiting for other nodes.
@@ -286,6 +286,7 @@ class Unmasking:
         answers: dict[str, Answer] = {}
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
         wrong: dict[str, set[str]] = {}
+        dealers: set[str] = set()
         reasons: dict[Group, str] = {}
         for name in names:  # Use daemon threads, so that a hanging node does not block the exit.
             threading.Thread(target=attempt, args=(name,), daemon=True).start()
@@ -298,16 +299,16 @@ class Unmasking:
                 continue
             for group in (each for each in groups if each not in seeds):
                 try:
-                    seeds[group] = self._seeds(group, answers, replies, wrong)
+                    seeds[group] = self._seeds(group, answers, replies, wrong, dealers)
                 except ValueError as error:
                     reasons[group] = str(error)
             if len(seeds) == len(groups):
                 break
         is_over.set()
-        self._report_faults(answers, wrong)
+        is_explained = self._report_faults(answers, wrong, dealers)
         for group in (each for each in groups if each not in seeds):
             self._lost(group, reasons[group])
-        is_spoiled = any(
+        is_spoiled = not is_explained and any(
             group not in seeds and all(group.number in answers[name][0] for name in group.survivors)
             for group in groups
         )
@@ -349,8 +350,16 @@ class Unmasking:
                 fault = f"{SHARES}/{group.number}: expected {sizes[0]} and {sizes[1]} bytes"
         return revealed, fault
 
-    def _report_faults(self, answers: Mapping[str, Answer], wrong: Mapping[str, set[str]]) -> None:
-        """Show a notice for each error message, and for each client that revealed wrong shares."""
+    def _report_faults(
+        self, answers: Mapping[str, Answer], wrong: Mapping[str, set[str]], dealers: set[str]
+    ) -> bool:
+        """Show a notice for each error message, and for each client that sent wrong shares.
+
+        If a client is certainly at fault, its reply counts as rejected. Returns whether this
+        applies to any client. `wrong` contains the owners
+        of wrong shares, by the client that revealed the shares, and `dealers` the clients whose
+        seed does not match its commitment.
+        """
         faults: dict[str, list[str]] = {}
         for name, (_, fault) in sorted(answers.items()):
             if fault:
@@ -361,23 +370,30 @@ class Unmasking:
         for name, makers in wrong.items():
             for maker in makers:
                 owners.setdefault(maker, set()).add(name)
+        # Honest clients are the majority, so a majority of accusers is right.
         majority = len(answers) // 2 + 1
-        for owner, names in sorted(owners.items()):
-            if owner in names:  # The other clients' shares prove that the owner is at fault.
-                fault = "the seed of its mask does not match its commitment"
-                self._state.drop_client(owner, fault, "refused")
-            elif len(names) >= majority:
-                fault = f"{len(names)} of {len(answers)} clients received wrong shares of its mask"
-                self._state.drop_client(owner, fault, "refused")
-        for name, makers in sorted(wrong.items()):
-            if len(makers) >= majority:
-                fault = f"it revealed wrong shares of the masks of {len(makers)} clients"
-                self._state.drop_client(name, fault, "refused")
-            elif others := sorted(makers - {name}):
+        senders = {owner for owner, names in owners.items() if len(names) >= majority}
+        revealers = {name for name, makers in wrong.items() if len(makers) >= majority}
+        guilty = {*dealers, *senders, *revealers}
+        for name in sorted(guilty):
+            fault = "sent shares of a seed that does not match its commitment"
+            if name in senders & revealers:
+                fault = (
+                    "derived other keys than most clients, because its instruction, settings, "
+                    "cohort, or peers file differs"
+                )
+            elif name in senders:
+                fault = f"sent wrong shares of its mask to {', '.join(sorted(owners[name]))}"
+            elif name in revealers:
+                fault = f"revealed wrong shares of the masks of {', '.join(sorted(wrong[name]))}"
+            self._state.record_misconduct(name, fault)
+        for name in sorted(wrong.keys() - guilty):
+            if makers := sorted(wrong[name] - guilty):
                 self._state.notice(
                     f"round {self._round}: {name} revealed wrong shares of the masks of "
-                    f"{', '.join(others)}, or these clients sent wrong shares to {name}"
+                    f"{', '.join(makers)}, or these clients sent wrong shares to {name}"
                 )
+        return bool(guilty)
 
     def _seeds(
         self,
@@ -385,12 +401,13 @@ class Unmasking:
         answers: Mapping[str, Answer],
         replies: Mapping[str, Reply],
         wrong: dict[str, set[str]],
+        dealers: set[str],
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
 
         If a client revealed wrong shares, adds the owners of the affected masks to its entry in
-        `wrong`. If the seed of a client provably does not match its commitment, adds the client to
-        its own entry. Raises ValueError if a seed is unknown.
+        `wrong`. If a client's seed certainly does not match its commitment, adds the client to
+        `dealers`. Raises ValueError if a seed is unknown.
         """
         survivors, number = group.survivors, group.number
         lost = [name for name in group.cohort if name not in survivors]
@@ -406,6 +423,7 @@ class Unmasking:
                 f"{', '.join(missing)}"
             )
         seeds: list[tuple[bytes, int]] = []
+        unknown: list[str] = []
         for position, name in enumerate(survivors):
             start = position * SHARE_BYTES
             shares = {
@@ -423,8 +441,9 @@ class Unmasking:
                 )
             except ValueError as error:
                 if isinstance(error, DealerError):
-                    wrong.setdefault(name, set()).add(name)
-                raise ValueError(f"the mask of {name} is unknown: {error}") from None
+                    dealers.add(name)
+                unknown.append(f"the mask of {name} is unknown: {error}")
+                continue
             for point in bad:
                 wrong.setdefault(group.cohort[point - 1], set()).add(name)
             seeds.append((secret, -1))
@@ -432,6 +451,8 @@ class Unmasking:
                 start = position_lost * SECRET_BYTES
                 seed = revealed[name][1][start : start + SECRET_BYTES]
                 seeds.append((seed, -1 if name < other else 1))
+        if unknown:  # Raise only now, because `wrong` must contain the faults of all clients.
+            raise ValueError(unknown[0])
         return seeds
 
     def _sum(
