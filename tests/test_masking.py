@@ -26,7 +26,7 @@ from fedhet.base.errors import MaskingError, StateError
 from fedhet.client_runtime.masking import Ledger, Masking
 from fedhet.config.secure import MAX_PEERS, simulated_peers
 from fedhet.runs.measures import Measured
-from fedhet.server.members import Member
+from fedhet.server.members import ClientHealth, Member
 from fedhet.server.nodes import RetryingGrid
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
@@ -34,7 +34,16 @@ from fedhet.server.unmasking import ALL, Unmasking
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge
-from fedhet.wire.masking import BOX_BYTES, HEADER, MASKED, MASKED_CONTRACT, REQUEST, REVEAL, SHARES
+from fedhet.wire.masking import (
+    BOX_BYTES,
+    COMMITMENT,
+    HEADER,
+    MASKED,
+    MASKED_CONTRACT,
+    REQUEST,
+    REVEAL,
+    SHARES,
+)
 
 CLASSES, WIDTH = 4, 3
 WEIGHTS = {
@@ -1131,3 +1140,136 @@ def test_a_sum_of_another_number_of_sites_is_refused(tmp_path):
     replies[0].knowledge.tensors[f"{MASKED}/0"][2 * HEADER.index("sites")] += 1
     assert not kit.total(replies)
     assert "the masks do not cancel" in kit.notices[-1]
+
+
+# Clients that spoil sums
+
+
+def altered_replies(kit: Kit, sent, number: int, change) -> list[Reply]:
+    """Return the masked replies of a round; `change` modifies the tensors of site-01."""
+    kit.state.start(number)
+    kit.server.start(number, kit.members, kit.names)
+    replies = []
+    for name in kit.names:
+        tensors = {k: v.copy() for k, v in kit.masked(name, sent[name], number).tensors.items()}
+        if name == "site-01":
+            change(tensors)
+        replies.append(Reply(kit.infos[name], Knowledge(tensors), Measured({})))
+    return replies
+
+
+def test_a_share_that_changes_the_secret_by_one_is_recognized(tmp_path):
+    """Adding 1/weight to a share adds 1 to the secret, which still has 32 bytes."""
+    kit, prime = Kit(tmp_path, 10), 2**521 - 1
+    honest = kit.sites["site-01"]
+    weight = 1  # Lagrange weight of the share number 2 among shares 1 to 10
+    for other in range(1, 11):
+        if other != 2:
+            weight = weight * other * pow(other - 2, -1, prime) % prime
+
+    class Bad:
+        begin, masked, store = honest.begin, honest.masked, honest.store
+
+        def revealed(self, config):
+            answer = honest.revealed(config)
+            shares = answer[f"{SHARES}/0"]
+            moved = [
+                (int.from_bytes(shares[k : k + 66], "big") + pow(weight, -1, prime)) % prime
+                for k in range(0, len(shares), 66)
+            ]
+            return answer | {f"{SHARES}/0": b"".join(s.to_bytes(66, "big") for s in moved)}
+
+    kit.sites["site-01"] = Bad()
+    sent = of_all(np.random.default_rng(4), kit.names)
+    (total,) = kit.sums(sent)
+    weights = [kit.peers.peer(name).weight for name in kit.names]
+    field = "weights/layer.weight"
+    exact = np.average([sent[n].tensors[field] for n in kit.names], axis=0, weights=weights)
+    np.testing.assert_allclose(total.knowledge.tensors[field], exact, atol=1e-5)
+    assert kit.notices[0].startswith("round 1: site-01 revealed wrong shares of the masks of")
+
+
+def test_a_client_whose_seed_does_not_match_its_commitment_is_named(tmp_path):
+    kit = Kit(tmp_path, 5)
+
+    def change(tensors) -> None:
+        tensors[f"{COMMITMENT}/0"][0] ^= 1
+
+    assert not kit.total(
+        altered_replies(kit, of_all(np.random.default_rng(0), kit.names), 1, change)
+    )
+    assert kit.notices[0] == (
+        "round 1: site-01 sent shares of a seed that does not match its commitment"
+    )
+
+
+def test_a_client_that_spoils_every_box_is_named_and_excluded(tmp_path):
+    kit = Kit(tmp_path, 5)
+    health = kit.state.health = ClientHealth(3, 0, kit.notices.append)
+
+    def change(tensors) -> None:
+        tensors[f"{SHARES}/0"][:, 20] ^= 1
+
+    for number in (1, 2, 3):
+        assert health.eligible(number, kit.names) == kit.names
+        sent = of_all(np.random.default_rng(number), kit.names)
+        assert not kit.total(altered_replies(kit, sent, number, change))
+        assert kit.notices[-2].startswith(f"round {number}: site-01 sent wrong shares of its mask")
+        kit.state.update_health(kit.names)
+    assert health.eligible(4, kit.names) == [name for name in kit.names if name != "site-01"]
+
+
+def test_a_run_ends_if_an_unknown_client_spoils_each_sum(tmp_path):
+    """One word of a masked vector suffices, and nobody can tell which client changed it."""
+    kit = Kit(tmp_path, 5)
+
+    def change(tensors) -> None:
+        tensors[f"{MASKED}/0"][2 * HEADER.index("sites")] += 1
+
+    rng = np.random.default_rng(0)
+    for number in (1, 2):
+        assert not kit.total(altered_replies(kit, of_all(rng, kit.names), number, change))
+        assert "the masks do not cancel" in kit.notices[-1]
+    honest = altered_replies(kit, of_all(rng, kit.names), 3, lambda tensors: None)
+    assert kit.total(honest), "the count starts again"
+    for number in (4, 5):
+        assert not kit.total(altered_replies(kit, of_all(rng, kit.names), number, change))
+    replies = altered_replies(kit, of_all(rng, kit.names), 6, change)
+    with pytest.raises(StateError, match="spoiled in 3 consecutive rounds"):
+        kit.total(replies)
+
+
+@pytest.mark.parametrize("value", ["instruction", "setting"])
+def test_sites_with_different_instructions_or_settings_have_no_key_in_common(tmp_path, value):
+    """Without a common key, the server cannot even unmask the sum of the other sites."""
+    kit = Kit(tmp_path, 5)
+    if value == "setting":
+        config = kit.config
+        kit.config = config.replacing(training=config.run.training.model_copy(update={"lr": 1e-12}))
+        kit.sites["site-00"] = kit.site("site-00")
+        kit.config = config
+    kit.server.start(1, kit.members, kit.names)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    told = Knowledge({"weights/layer.weight": np.ones((2, 3), np.float32)})
+    other = Knowledge({"weights/layer.weight": np.zeros((2, 3), np.float32)})
+    replies = []
+    for name in kit.names:
+        is_other = value == "instruction" and name == "site-00"
+        knowledge = kit.masked(name, sent[name], instruction=other if is_other else told)
+        replies.append(Reply(kit.infos[name], knowledge, Measured({})))
+    assert not kit.total(replies)
+    assert kit.notices[0].startswith("round 1: site-00 derived other keys than most clients")
+    shares = kit.revealed["site-01"][f"{SHARES}/0"]
+    assert not any(shares[:66]), "the share of site-00's seed cannot be decrypted"
+
+
+def test_a_site_does_not_reply_again_with_other_settings(tmp_path):
+    kit = Kit(tmp_path, 3)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    kit.server.start(1, kit.members, kit.names)
+    kit.masked("site-00", sent["site-00"])
+    table = kit.config.run.training.model_copy(update={"lr": 1e-12})
+    kit.config = kit.config.replacing(training=table)
+    kit.sites["site-00"] = kit.site("site-00")
+    with pytest.raises(MaskingError, match="expected the same request as before"):
+        kit.masked("site-00", sent["site-00"])
