@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import tempfile
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def test_thresholds_are_those_of_the_documentation():
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    peers = Peers(SITES[::-1], colluding=2, least=4, cap=700)
+    weighty = replace(SITES[4], weight=700)
+    peers = Peers((weighty, *SITES[3::-1]), colluding=2, least=4, server="malicious")
     secure.write_peers(tmp_path / "peers.toml", peers)
     found = read_peers(tmp_path / "peers.toml")
     assert found == peers
@@ -69,32 +71,35 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 
 
 def test_the_digest_covers_every_value():
-    base = Peers(SITES, 1, 3, 9)
-    sites = [[f"site-{k}", KEYS[k].hex(), ["0", "10"]] for k in range(5)]
-    expected = b"fedhet peers\0" + json.dumps([1, 1, 3, 9, sites]).encode()
+    base = Peers(SITES, 1, 3)
+    sites = [[f"site-{k}", KEYS[k].hex(), ["0", "10"], 1] for k in range(5)]
+    expected = b"fedhet peers\0" + json.dumps([2, 1, 3, "curious", sites]).encode()
     assert base.digest == hashlib.sha256(expected).digest()
     others = [
-        Peers(SITES, 2, 4, 9), Peers(SITES, 1, 4, 9), Peers(SITES, 1, 3, 10),
-        Peers(SITES[:4], 1, 3, 9),
-        Peers((*SITES[:4], Peer("site-5", KEYS[4], ("0", "10"))), 1, 3, 9),
-        Peers((*SITES[:4], Peer("site-4", KEYS[5], ("0", "10"))), 1, 3, 9),
-        Peers((*SITES[:4], Peer("site-4", KEYS[4], ("0", "1"))), 1, 3, 9),
-        Peers((*SITES[:4], Peer("site-4", KEYS[4])), 1, 3, 9),
+        Peers(SITES, 2, 4), Peers(SITES, 1, 4), Peers(SITES, 1, 3, "malicious"),
+        Peers(SITES[:4], 1, 3),
+        Peers((*SITES[:4], Peer("site-5", KEYS[4], ("0", "10"))), 1, 3),
+        Peers((*SITES[:4], Peer("site-4", KEYS[5], ("0", "10"))), 1, 3),
+        Peers((*SITES[:4], Peer("site-4", KEYS[4], ("0", "1"))), 1, 3),
+        Peers((*SITES[:4], Peer("site-4", KEYS[4])), 1, 3),
+        Peers((*SITES[:4], Peer("site-4", KEYS[4], ("0", "10"), 2)), 1, 3),
     ]  # fmt: skip
     assert len({base.digest, *(each.digest for each in others)}) == len(others) + 1
-    assert Peers(SITES[::-1], 1, 3, 9).digest == base.digest
+    assert Peers(SITES[::-1], 1, 3).digest == base.digest
 
 
 LOW_ORDER = "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"
 P = (2**255 - 19).to_bytes(32, "little").hex()
+RULES = 'colluding = 1\nleast = 3\nserver = "curious"\n'
 BAD = {
-    "colluding = 1\nleast = 3\n": "cap: not found",
-    "colluding = 1\nleast = 3\ncap = 0\n": "cap: expected an integer from 1",
-    "colluding = true\nleast = 3\ncap = 9\n": "colluding: expected an integer from 1",
-    "colluding = 1\nleast = 3\ncap = 9\n": "sites: expected an integer from 3 to 1000, got 0",
-    "colluding = 1\nleast = 3\ncap = 9\nsite = 4\n": r"site: expected \[\[site\]\] tables",
-    "colluding = 1\nleast = 3\ncap = 9\nminimum = 1\n": "minimum: unknown",
-    "colluding = 1\nleast = 3\ncap = 9\n[[site]]\nname = 'a'\n": "a: key: expected an X25519",
+    "colluding = 1\nleast = 3\n": "server: not found",
+    "colluding = 1\nleast = 0\nserver = 'curious'\n": "least: expected an integer from 1",
+    "colluding = true\nleast = 3\nserver = 'curious'\n": "sites: expected an integer from 3",
+    RULES: "sites: expected an integer from 3 to 1000, got 0",
+    f"{RULES}site = 4\n": r"site: expected \[\[site\]\] tables",
+    f"{RULES}minimum = 1\n": "minimum: unknown",
+    f"{RULES}[[site]]\nname = 'a'\n": "a: key: expected an X25519",
+    f"{RULES}[[site]]\nname = 'a'\nkey = '{KEYS[0].hex()}'\nweight = 'x'\n": "a: weight: expected",
     "colluding = 1\nleast": "not valid TOML",
 }
 
@@ -128,7 +133,9 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
         (SITES, {"least": 2}, "least: expected an integer from 3 to 5, got 2"),
         (SITES, {"colluding": 3, "least": 4}, "least: expected an integer from 5 to 5, got 4"),
         (SITES, {"least": 6}, "least: expected an integer from 3 to 5, got 6"),
-        (SITES, {"cap": 0}, "cap: expected an integer from 1"),
+        (SITES, {"server": "honest"}, "server: expected curious or malicious, got 'honest'"),
+        ((*SITES, ("b", KEYS[5], (), 0)), {}, "b: weight: expected an integer from 1 to 1000"),
+        ((*SITES, ("b", KEYS[5], (), 1001)), {}, "b: weight: expected an integer from 1 to 1000"),
     ],
 )
 def test_a_rule_that_protects_nobody_is_refused(sites, rules, fault):
@@ -252,8 +259,8 @@ def test_a_file_without_a_key_of_the_right_kind_is_one_error(tmp_path):
 
 def test_simulated_clients_have_new_keys_each_time_and_keep_them(tmp_path):
     names = ["a", "b", "c"]
-    first, keys = secure.simulated_peers(names, cap=8, classes={"a": ["4"]})
-    second, _ = secure.simulated_peers(names, cap=8, classes={"a": ["4"]})
+    first, keys = secure.simulated_peers(names, classes={"a": ["4"]})
+    second, _ = secure.simulated_peers(names, classes={"a": ["4"]})
     assert first.names == second.names
     assert not {peer.key for peer in first.peers} & {peer.key for peer in second.peers}
     assert first.peer("a").classes == ("4",)
@@ -269,17 +276,19 @@ def test_simulated_clients_have_new_keys_each_time_and_keep_them(tmp_path):
 def test_sites_join_their_files_and_see_one_digest(tmp_path):
     for k in range(3):
         words = ["certs", tmp_path / str(k), "--peer", f"site-{k}", "--classes", "0-2,5"]
+        words += ["--weight", 50] if k == 2 else []
         assert command(*words).exit_code == 0
     files = [tmp_path / str(k) / f"site-{k}.peer.toml" for k in range(3)]
     outs = [tmp_path / "first.toml", tmp_path / "second.toml"]
     shown = []
     for out, order in zip(outs, (files, files[::-1]), strict=True):
-        result = command("peers", *order, "--out", out, "--cap", 50)
+        result = command("peers", *order, "--out", out)
         assert result.exit_code == 0, result.output
         shown.append(result.output.splitlines()[1:])
     assert shown[0] == shown[1] == command("peers", outs[0]).output.splitlines()
     peers = read_peers(outs[0])
-    assert (peers.cap, peers.colluding, peers.least) == (50, 1, 3)
+    assert (peers.colluding, peers.least, peers.server) == (1, 3, "curious")
+    assert [peer.weight for peer in peers.peers] == [1, 1, 50]
     assert peers.peer("site-1").classes == ("0", "1", "2", "5")
     digest = next(line for line in shown[0] if line.startswith("digest: "))
     assert digest.removeprefix("digest: ").replace(" ", "") == peers.digest.hex()
@@ -291,9 +300,10 @@ def test_sites_join_their_files_and_see_one_digest(tmp_path):
     ("words", "fault"),
     [
         (["peers", "a", "b"], "--out: not set"),
-        (["peers", "a", "--out", "b"], "--cap: not set"),
-        (["peers", "a", "--cap", "3"], "--out: not set"),
-        (["peers", "absent", "--cap", "3", "--out", "b"], "absent: cannot read the file"),
+        (["peers", "a", "--server", "malicious"], "--out: not set"),
+        (["peers", "absent", "--out", "b"], "absent: cannot read the file"),
+        (["certs", "x", "--weight", "3"], "expected --peer NAME"),
+        (["certs", "x", "--peer", "a", "--weight", "1001"], "a: weight: expected an integer"),
         (["certs", "x", "--classes", "1"], "expected --peer NAME"),
         (["certs", "x", "--peer", "a", "--classes", "3-1"], "expected a list such as 0-3,7"),
         (["certs", "x", "--peer", "a", "--key", "a"], "cannot be combined"),
@@ -310,7 +320,7 @@ def test_wrong_options_are_one_line(tmp_path, monkeypatch, words, fault):
 
 
 def node_of(tmp_path, name="site-0", **changes):
-    peers, keys = secure.simulated_peers(["site-0", "site-1", "site-2"], cap=8)
+    peers, keys = secure.simulated_peers(["site-0", "site-1", "site-2"])
     secure.write_simulated(tmp_path, peers, keys)
     file, key = secure.simulated_files(tmp_path, name)
     return {"partition-id": 0, "name": "site-0", "peers": file, "peers-key": key, **changes}, peers

@@ -5,11 +5,7 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
-<<<<<<< HEAD
-from fedhet.methods.spec import OWN_MODEL
-=======
-from fedhet.methods.spec import SUM_OF_WEIGHTS
->>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
+from fedhet.methods.spec import OWN_MODEL, SUM_OF_WEIGHTS
 
 EXTENDS = "fedavg"
 """Method whose client FedSA-LoRA uses."""

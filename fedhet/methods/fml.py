@@ -13,11 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fedhet.methods import fedavg
-<<<<<<< HEAD
-from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL
-=======
-from fedhet.methods.spec import BOTH_MODELS, SUM_OF_WEIGHTS
->>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
+from fedhet.methods.spec import BOTH_MODELS, OWN_MODEL, SUM_OF_WEIGHTS
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, WeightsField
 

@@ -12,11 +12,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
-<<<<<<< HEAD
-from fedhet.methods.spec import OWN_MODEL
-=======
-from fedhet.methods.spec import SUM_OF_WEIGHTS
->>>>>>> d9dba110 (Keys of secure aggregation depend on the instruction and the settings; weights are published, seeds are committed)
+from fedhet.methods.spec import OWN_MODEL, SUM_OF_WEIGHTS
 from fedhet.settings.schema import Count
 
 EXTENDS = "fedavg"
