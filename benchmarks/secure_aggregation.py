@@ -40,7 +40,7 @@ from fedhet.wire.knowledge import Envelope, Knowledge, encode, payload_bytes
 from fedhet.wire.masking import NARROW_BITS
 
 CAP, TENSOR = 1000, 2**18
-"""Maximum number of samples that count toward a site's weight, and of values per tensor."""
+"""Maximum weight of a site, and maximum number of values per tensor."""
 
 
 class Cost(NamedTuple):
@@ -88,12 +88,11 @@ def round_of(sites: int, values: int, lost: int, directory: Path) -> Cost:
         {"method": "fedavg", "clients": sites, "privacy.secure-aggregation": True, "rounds": 1}
     )
     names = [f"site-{k:02d}" for k in range(sites)]
-    peers, keys = simulated_peers(names, cap=CAP)
     rng, members = np.random.default_rng(0), dict[str, Site]()
+    weights = {name: int(rng.integers(CAP // 2, CAP + 1)) for name in names}
+    peers, keys = simulated_peers(names, weights=weights)
     for k, name in enumerate(names):
-        info = ClientInfo(
-            name, "cnn2", int(rng.integers(CAP // 2, CAP + 1)), 10, "image", (1, 8, 8)
-        )
+        info = ClientInfo(name, "cnn2", weights[name], 10, "image", (1, 8, 8))
         node = Node(
             name, k, "", "cnn2", config.run.training, "cpu", directory / "sites",
             RunData.of(config.run), peers=peers, peers_key=keys[name],
@@ -138,7 +137,7 @@ def round_of(sites: int, values: int, lost: int, directory: Path) -> Cost:
     error = max(float(np.abs(found[name] - mean[name]).max()) for name in mean)
     fraction = NARROW_BITS - int(np.ceil(np.log2(sites)))
     # The maximum error of rounding to fixed point; rounding the averages to float32 adds to it.
-    bound = len(replies) / 2 * 2.0**-fraction / (samples / CAP)
+    bound = len(replies) / 2 * 2.0**-fraction / (samples / peers.max_weight)
     extra = max(site.revealed_bytes for site in members.values())
     site_seconds = float(np.median(seconds)) + of_sites / len(replies)
     return Cost(

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,10 +389,10 @@ class Unmasking:
                 fault = f"revealed wrong shares of the masks of {', '.join(sorted(wrong[name]))}"
             self._state.record_misconduct(name, fault)
         for name in sorted(wrong.keys() - guilty):
-            if makers := sorted(wrong[name] - guilty):
+            if suspects := sorted(wrong[name] - guilty):
                 self._state.notice(
                     f"round {self._round}: {name} revealed wrong shares of the masks of "
-                    f"{', '.join(makers)}, or these clients sent wrong shares to {name}"
+                    f"{', '.join(suspects)}, or these clients sent wrong shares to {name}"
                 )
         return bool(guilty)
 
@@ -437,7 +438,7 @@ class Unmasking:
             try:
                 secret, bad = join(
                     {point: share for point, share in shares.items() if point not in undecrypted},
-                    lambda seed, expected=committed: np.array_equal(commitment(seed), expected),
+                    partial(_matches, committed),
                 )
             except ValueError as error:
                 if isinstance(error, DealerError):
@@ -498,3 +499,8 @@ class Unmasking:
         }
         path = self._directory / STATE
         write_text(path, json.dumps(saved), within=self._directory, private=True)
+
+
+def _matches(committed: Array, seed: bytes) -> bool:
+    """Return whether `committed` is the commitment to a seed."""
+    return np.array_equal(commitment(seed), committed)
