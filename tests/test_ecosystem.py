@@ -304,3 +304,9 @@ def test_one_model_for_all_may_be_given_as_a_multiple():
     assert small("fedavg", models=["mlp"] * 3).run.models.pool == ("mlp",) * 3
     with pytest.raises(SettingsError, match="one model for all clients"):
         small("fedavg", models=["mlp", "mlp", "cnn2"])
+
+
+@pytest.mark.parametrize("pool", ["cnn2,,mlp", ",cnn2", "cnn2, ,mlp", "cnn2,"])
+def test_an_empty_name_in_a_pool_is_refused(pool):
+    with pytest.raises(SettingsError, match=r"'models.pool': empty name in the list, expected"):
+        parse_pairs([f"models.pool={pool}"])

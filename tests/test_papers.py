@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.cli import training as command
+from fedhet.cli.options import read_seeds
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.experiments import plan as planning
@@ -693,6 +694,13 @@ def test_the_overview_counts_the_claims(tmp_path):
     assert int(row["holds"]) > 0
 
 
+def test_seeds_can_be_a_range(mine):
+    said = call("mine", "--seeds", "0-2", "--out", mine, "--dry-run").output
+    assert said == call("mine", "--seeds", "0,1,2", "--out", mine, "--dry-run").output
+    assert read_seeds("0-2, 7, 9-9") == [0, 1, 2, 7, 9]
+    assert read_seeds("0-999") == list(range(1000))
+
+
 def test_what_is_to_do_is_shown_without_training(mine):
     said = call("mine", "--seeds", "0", "--out", mine, "--dry-run", "--set", "rounds=1").output
     assert said.count("to do  ") == 2  # 'rounds' makes the long column's runs the others'
@@ -722,6 +730,11 @@ def test_all_tables_are_listed():
     [
         (["felo-2", "--size", "huge"], "'--size': table 'felo-2': expected tiny, small, paper"),
         (["felo-2", "--seeds", "0,0"], "--seeds: expected a list without duplicates"),
+        (["felo-2", "--seeds", "0-2,1"], "--seeds: expected a list without duplicates"),
+        (["felo-2", "--seeds", "2-0"], "or a range, such as 0-2, of at most 1000 seeds"),
+        (["felo-2", "--seeds", "0-1000"], "at most 1000 seeds, got '0-1000'"),
+        (["felo-2", "--seeds", "0-1-2"], "--seeds: expected a list"),
+        (["felo-2", "--seeds", "-1"], "--seeds: expected a list"),
         (["felo-2", "--set", "lr=-1"], "'training.lr': expected number"),
         (["felo-2", "--rows", "Felo,alone"], "'--rows': expected rows of felo-2 .FedAvg"),
         (["field", "--rows", "felo"], "'--rows': supported only for paper tables"),

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve, resolve_flower
-from fedhet.config.sources import all_settings, defaults, read_toml, to_flower
+from fedhet.config.sources import all_settings, defaults, read_preset, read_toml, to_flower
 from fedhet.data.sources import sample_kind
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
@@ -61,9 +61,10 @@ def test_the_pool_is_the_methods():
             {"method": method, "data.dataset": "breast-cancer", **changes}
         ).run.models.pool
 
-    assert pool("cofed") == pool("local") == SCIKIT
     assert (
-        pool("felo")
+        pool("cofed")
+        == pool("local")
+        == pool("felo")
         == pool("velo")
         == pool("fedtype")
         == pool("fedgems")
@@ -71,7 +72,9 @@ def test_the_pool_is_the_methods():
     )
     assert pool("um-pfssl") == ("mlp-dropout",)
     assert pool("cofed", **{"models.pool": "mlp3"}) == ("mlp3",)
-    assert resolve({"method": "cofed", "data.dataset": "adult:DIR"}).run.models.pool == SCIKIT
+    assert pool("cofed", **{"models.pool": ",".join(SCIKIT)}) == SCIKIT
+    adult = read_preset("cofed-adult") | {"data.dataset": "breast-cancer"}
+    assert resolve(adult).run.models.pool == SCIKIT, "the preset keeps the paper's models"
     for dataset in ("digits", "cifar10", "imagefolder:DIR", "npz:DIR"):
         run = resolve({"method": "cofed", "data.dataset": dataset}).run
         assert run.models.pool == RunSettings().models.pool

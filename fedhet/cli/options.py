@@ -207,11 +207,25 @@ TRUST = option(
 )
 
 
+MAX_SEEDS = 1000
+"""Maximum number of seeds of one command."""
+
+
 def read_seeds(text: str) -> list[int]:
-    """Parse seeds such as "0,1,2". Raises SettingsError if they are invalid or duplicate."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+    """Parse seeds such as "0,1,2" or "0-2". Raises SettingsError if they are invalid or duplicate.
+
+    At most `MAX_SEEDS` seeds are accepted.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        ends = [end.strip() for end in part.split("-")]
+        if not all(end.isdecimal() for end in ends) or len(ends) > 2:
+            seeds = []
+            break
+        seeds += range(int(ends[0]), min(int(ends[-1]), int(ends[0]) + MAX_SEEDS) + 1) or [-1]
+    if not 0 < len(seeds) <= MAX_SEEDS or len(set(seeds)) != len(seeds) or -1 in seeds:
         raise SettingsError(
-            f"--seeds: expected a list without duplicates, such as 0,1,2, got '{text}'"
+            "--seeds: expected a list without duplicates, such as 0,1,2, or a range, such as 0-2, "
+            f"of at most {MAX_SEEDS} seeds, got '{text}'"
         )
-    return [int(part) for part in parts]
+    return seeds

@@ -50,7 +50,11 @@ def run_command(
     trust: Annotated[str | None, TRUST] = None,
     seed: options.Seed = None,
     seeds: Annotated[
-        str | None, option("INT,INT…", "Seeds; executes one run per seed, and compares the runs.")
+        str | None,
+        option(
+            "INT,INT…",
+            "Seeds, such as 0,1,2 or 0-2; executes one run per seed, and compares the runs.",
+        ),
     ] = None,
     against: Annotated[
         str | None,
@@ -128,7 +132,9 @@ def sweep_command(
     seeds: Annotated[
         str | None,
         option(
-            "INT,INT…", "Seeds; executes one run per combination of values and seed.", default="0"
+            "INT,INT…",
+            "Seeds, such as 0,1,2 or 0-2; executes one run per combination of values and seed.",
+            default="0",
         ),
     ] = None,
     figures: Annotated[

@@ -165,7 +165,7 @@ def complete(given: GivenSettings) -> Config:
         data["labeled_alpha"] = LABELED_ALPHA
     changes["data"] = run.data.model_copy(update=data)
     if run.models.pool == RunSettings().models.pool:
-        pool = spec.pool(kind, run.data.task)
+        pool = spec.pool(kind)
         pool = models.private_pool(pool) if is_private else pool
         changes["models"] = run.models.model_copy(update={"pool": pool})
     if is_private and run.engine.precision == "auto":

@@ -96,8 +96,6 @@ class Kind:
     large_model: str
     """Default for a method's model that is larger than the client models, such as a server
     model."""
-    pool_of_any: tuple[str, ...] = ()
-    """Default pool for methods that do not need gradients; () = `pool`."""
     is_numeric: bool = True
     """Whether samples are numbers, not tokens. Models without a declared kind need numbers."""
     describe: Callable[[Shape], str] = lambda shape: f"shape {list(shape)}"
@@ -192,8 +190,6 @@ TABLE = Kind(
     fits=lambda shape: len(shape) == 1,
     example=(8,),
     pool=("mlp", "mlp2", "mlp3"),
-    # These are the four models in CoFED, Section 5.7.
-    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),
     model="mlp",
     large_model="mlp3",
     generated=permuted_columns,

@@ -321,14 +321,15 @@ class MethodSpec:
                 able += [loss] if self.needs_task in trained.properties else []
         return tuple(able)
 
-    def pool(self, kind: Kind, task: str = AUTO) -> tuple[str, ...]:
-        """Return the default pool of models for a kind of data and a task."""
+    def pool(self, kind: Kind) -> tuple[str, ...]:
+        """Return the default pool of models for a kind of data.
+
+        All methods whose clients can train different models have the same default pool, so that
+        runs with default settings differ only in their methods.
+        """
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
             return (one,)
-        known = find_task(task)()
-        can_mix = known.any_model and known.has_distribution  # In regression, default to networks.
-        can_mix = can_mix and self.any_model in known.properties
-        return (kind.pool_of_any if can_mix else ()) or kind.pool
+        return kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
         """Return the default models of `model_settings` for a kind of data."""

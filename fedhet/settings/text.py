@@ -106,6 +106,8 @@ def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
         return tuple(_toml(end.strip()) for end in re.split("[-,]", text))
     items = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
     if _without_rules(parts[0]) is str:
+        if len(items) > 1 and "" in items:
+            raise ValueError("empty name in the list, expected names separated by single commas")
         items = list(filter(None, items))
     values = []
     for item in items:
