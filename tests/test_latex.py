@@ -52,6 +52,16 @@ def by_hand(runs: Path) -> dict[str, list[float]]:
     return {method: [last(runs / f"{method}-{s}") for s in (0, 1, 2)] for method in TOPS}
 
 
+def error_of(differences: np.ndarray) -> tuple[float, float]:
+    """Return the error over seeds and the 359 test images, and the degrees of freedom."""
+    images = 359 * abs(differences.mean())
+    parts = np.array([
+        differences.var(ddof=1) / len(differences), (images + 1 - images**2 / 361) / 361**2
+    ])  # fmt: skip
+    degrees = parts.sum() ** 2 / (parts**2 @ [1 / (len(differences) - 1), 1 / 358])
+    return np.sqrt(parts.sum()), degrees
+
+
 def test_the_best_is_bold_the_second_underlined_and_clear_ones_have_a_dagger(runs: Path) -> None:
     values = by_hand(runs)
     order = sorted(values, key=lambda method: -np.mean(values[method]))
@@ -62,12 +72,21 @@ def test_the_best_is_bold_the_second_underlined_and_clear_ones_have_a_dagger(run
         mean, std = np.mean(values[method]), np.std(values[method], ddof=1)
         text = rf"{mean:.4f} $\pm$ {std:.4f}"
         differences = np.subtract(values[method], values["local"])
-        error = np.std(differences, ddof=1) / np.sqrt(3)
-        if method != "local" and abs(differences.mean()) > 2 * error:
+        if method != "local" and abs(differences.mean()) > 1.96 * error_of(differences)[0]:
             text += r"$^\dagger$"
         looks = [r"\textbf{%s}", r"\underline{%s}", "%s"]
         assert rows[method] == looks[place].replace("%s", text)
     assert any("dagger" in text for text in rows.values())
+
+
+def test_a_caption_explains_the_marks_the_seeds_and_the_unit(runs: Path) -> None:
+    first, second = re.findall(r"\\caption\{(.*)\}\n", comparison_latex(compare([runs])))
+    assert "359 test samples" in first
+    assert "Number of seeds: 3." in first
+    assert r"$^\dagger$: the 95 \% confidence interval of the paired difference from local" in first
+    assert "over the n shared seeds and the test samples" in second
+    assert all("Scores are fractions, not percentages." in text for text in (first, second))
+    assert comparison_latex(compare([runs])).count(r"\begin{table}") == 2
 
 
 def test_where_lower_is_better_the_lowest_is_bold() -> None:
@@ -119,7 +138,11 @@ def test_the_command_writes_them_and_tests_the_differences(runs: Path, tmp_path:
     assert result.exit_code == 0, result.output
     assert (out / "compare.tex").read_text() == comparison_latex(compare([runs], test="t"))
     values = by_hand(runs)
-    p = {m: stats.ttest_rel(values[m], values["local"]).pvalue for m in ("felo", "fedhe")}
+    p = {}
+    for method in ("felo", "fedhe"):
+        differences = np.subtract(values[method], values["local"])
+        error, degrees = error_of(differences)
+        p[method] = 2 * stats.t.sf(abs(differences.mean()) / error, degrees)
     small, large = sorted(p, key=p.get)
     corrected = {small: 2 * p[small], large: max(2 * p[small], p[large])}
     pairs = json.loads((out / "compare.json").read_text())["paired"]

@@ -13,7 +13,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.cli.run import point_name, read_grid, read_sweep
 from fedhet.cli.training import jobs_that_fit
-from fedhet.report.sweep import _panel
+from fedhet.report.sweep import _panel, is_log_spaced
 
 
 def test_a_range_has_both_ends_and_exact_decimals():
@@ -246,3 +246,41 @@ def test_an_unknown_figure_is_said(tmp_path):
     result = CliRunner().invoke(app, [*command, "--figures", "pseudolabel"])
     assert isinstance(result.exception, SettingsError)
     assert "did you mean 'pseudolabels'" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [
+        ([0.001, 0.01, 0.1], True),
+        ([0.001, 0.003, 0.01, 0.03], True),
+        ([0.01, 0.1], True),
+        ([0.1, 0.2], False),
+        ([10, 20, 30, 40, 50, 60, 70, 80, 90, 100], False),
+        ([0, 0.1, 1], False),
+        ([5], False),
+    ],
+)
+def test_values_spaced_by_factors_have_a_logarithmic_axis(tmp_path, values, is_log):
+    assert is_log_spaced(values) is is_log
+    runs = {(v,): [make(tmp_path / f"{n}", seed=0)] for n, v in enumerate(values)}
+    ax = Figure().subplots()
+    _panel(ax, report.sweep(("training.lr",), runs), "accuracy, common, private")
+    assert ax.get_xscale() == ("log" if is_log else "linear")
+
+
+def test_the_best_point_is_compared_with_the_others_by_seed(tmp_path):
+    """Of 359 images, 0.8 and 0.801 differ by less than one, and 0.3 by far more."""
+    runs = {
+        (lr,): [make(tmp_path / "out" / f"{lr}" / f"seed-{s}", top=top, seed=s) for s in range(3)]
+        for lr, top in ((0.01, 0.8), (0.1, 0.801), (1.0, 0.3))
+    }
+    found = report.sweep(("training.lr",), runs)
+    assert found.unclear("accuracy, common, private", 1) == (1, 2)
+    assert found.unclear("classes_covered", 1) == (2, 2), "the same in all runs"
+    page = report.write_sweep(found, tmp_path / "out").read_text()
+    assert "Of 2 other points, 1 differ from this point only within noise" in page
+    assert "359 test samples" in page
+    assert '<td class="wrap code">0.01/seed-0</td>' in page
+    assert str(tmp_path) not in page
+    one = report.sweep(("training.lr",), {point: paths[:1] for point, paths in runs.items()})
+    assert "With one seed, no error" in report.write_sweep(one, tmp_path / "out").read_text()

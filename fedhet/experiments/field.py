@@ -27,6 +27,7 @@ from fedhet.report.tables import (
     MARK,
     Cell,
     Cells,
+    captioned,
     escape_markdown,
     markdown,
     mean_cell,
@@ -282,8 +283,9 @@ def write_latex(results: FieldResults, out: Path) -> Path:
     parts = [LATEX_HEAD]
     for measure in PROTOCOLS:
         scores = matrix(results, measure)
-        parts.append(tabular(scores, dict.fromkeys(scores.headers[1:], 1)))
-    parts += [tabular(ranks(results)), tabular(costs(results))]
+        table = tabular(scores, dict.fromkeys(scores.headers[1:], 1))
+        parts.append(captioned(table, f"{TITLES[measure]}. {LEGEND}"))
+    parts += [captioned(tabular(ranks(results)), RANKS), captioned(tabular(costs(results)), COST)]
     return write_text(out / f"{FIELD}-{results.plan.size}.tex", "\n".join(parts))
 
 

@@ -29,7 +29,16 @@ from fedhet.experiments.plan import (
 from fedhet.report.comparison import smallest
 from fedhet.report.differences import OUTCOMES, Difference, sample_error, samples_text
 from fedhet.report.page import render
-from fedhet.report.tables import LATEX_HEAD, Cell, Cells, escape_markdown, markdown, tabular
+from fedhet.report.tables import (
+    LATEX_HEAD,
+    MARK,
+    Cell,
+    Cells,
+    captioned,
+    escape_markdown,
+    markdown,
+    tabular,
+)
 from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import NAN, Origin, Summary
 from fedhet.runs.units import plural
@@ -395,9 +404,13 @@ def write_latex(results: Results, out: Path) -> Path:
             scored[column.name] = -1 if lower else 1
     outcomes = [each.outcome for each in result.comparisons]
     clear = [row for row, each in enumerate(outcomes) if each in ("holds", "does not hold")]
-    parts = [LATEX_HEAD, tabular(cells(result, plan.table), scored)]
+    in_percent = plan.table.unit == "percent"
+    unit = f" Accuracies are {'percentages' if in_percent else 'fractions'}."
+    caption = f"{plan.table.title}. {LEGEND} {TAU} {result.about(plan.table)}{unit}"
+    parts = [LATEX_HEAD, captioned(tabular(cells(result, plan.table), scored), caption)]
     if result.comparisons:
-        parts.append(tabular(claims(result), {"difference": 0}, clear))
+        mark = f"{DIFFERENCES} {MARK}: the interval excludes zero.{unit}"
+        parts.append(captioned(tabular(claims(result), {"difference": 0}, clear), mark))
     return write_text(out / f"{plan.name}-{plan.size}.tex", "\n".join(parts))
 
 

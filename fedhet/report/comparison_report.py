@@ -27,6 +27,7 @@ from fedhet.report.tables import (
     Blocks,
     Cell,
     Cells,
+    captioned,
     escape_markdown,
     markdown,
     mean_cell,
@@ -381,9 +382,20 @@ def comparison_latex(comparison: Comparison) -> str:
     ]
     clear = {pair.group.label for pair in comparison.pairs if pair.last.is_clear}
     marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
-    parts = [LATEX_HEAD + notes, tabular(kept, dict.fromkeys(scores, sign), marked)]
+    unit = " Scores are fractions, not percentages." if comparison.metric.is_fraction else ""
+    basis = f"L{comparison.basis[1:]}.{unit}"
+    counts = sorted({len(group.runs) for group in comparison.groups})
+    basis += f" Number of seeds: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
+    if marked:
+        baselines = dict.fromkeys(pair.baseline.label for pair in comparison.pairs)
+        basis += (
+            f" {MARK}: the 95 % confidence interval of the paired difference from "
+            f"{', '.join(baselines)} excludes zero."
+        )
+    table = tabular(kept, dict.fromkeys(scores, sign), marked)
+    parts = [LATEX_HEAD + notes, captioned(table, basis)]
     if (paired := paired_cells(comparison)) is not None:
-        parts.append(tabular(paired))
+        parts.append(captioned(tabular(paired), paired_legend(comparison) + unit))
     return "\n".join(parts)
 
 

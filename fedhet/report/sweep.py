@@ -11,18 +11,20 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from pydantic_core import to_json
 from rich.table import Table
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.metrics import ACCURACY, Metric, metric_of
 from fedhet.report import style
-from fedhet.report.comparison import choose_metrics
+from fedhet.report.comparison import choose_metrics, smallest
+from fedhet.report.differences import Difference, samples_text
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
-from fedhet.runs.units import human_number, plus_minus, printable
+from fedhet.runs.units import human_number, path_text, plural, plus_minus, printable
 from fedhet.settings.text import as_text
 
 TAIL = ", tail"
@@ -90,6 +92,45 @@ class Sweep:
             return quantity
         return next(iter(self.runs.values()))[0].title_of(quantity)
 
+    @property
+    def test_samples(self) -> str:
+        """Numbers of test samples of the headline score, as text."""
+        return samples_text(
+            run.test_samples(*run.columns[0])
+            for runs in self.runs.values()
+            for run in runs
+            if run.columns
+        )
+
+    def unclear(self, quantity: str, best: int) -> tuple[int, int]:
+        """Return how many other points are within noise of the point `best`, and were compared.
+
+        Points are compared with the best point by seed (see `fedhet.report.differences`). Points
+        with fewer than two shared seeds are not compared.
+        """
+        runs, parts = list(self.runs.values()), quantity.split(", ")
+        is_accuracy = parts[0].endswith("accuracy") and len(parts) > 2
+
+        def by_seed(number: int) -> pd.Series:
+            values = self.results.loc[[number], quantity].to_numpy()
+            return pd.Series(values, [run.seed for run in runs[number]], dtype=float)
+
+        def samples(number: int) -> float | None:
+            protocol, kind = parts[1], "private" if parts[0].startswith("relative") else parts[2]
+            return smallest(run.test_samples(protocol, kind) for run in runs[number])
+
+        differences = [
+            Difference.of(
+                by_seed(best),
+                by_seed(number),
+                smallest([samples(best), samples(number)]) if is_accuracy else None,
+            )
+            for number in range(len(runs))
+            if number != best
+        ]
+        compared = [each for each in differences if each.n > 1]
+        return sum(not each.is_clear for each in compared), len(compared)
+
     def spread(self, quantity: str) -> pd.DataFrame:
         """Return the mean, std and count of a quantity over the seeds at each point."""
         return self.results.groupby(level=0)[quantity].agg(["mean", "std", "count"])
@@ -135,7 +176,7 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
     names = plotted_quantities(results, figures)
     drawing(results, names).write(Folder(out))
     labeled = [
-        (as_text(point[0]) if is_single else _label(settings, point), run)
+        (as_text(point[0]) if is_single else _label(settings, point), run, _below(run.path, out))
         for point, runs in results.runs.items()
         for run in runs
     ]
@@ -145,10 +186,15 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
         number = int(means.idxmin() if lower else means.idxmax())
         point, title = points[number], _title(names[0])
         title = title if lower else title.lower()
+        unclear, compared = results.unclear(names[0], number)
         best = {
             "value": human_number(means[number]),
             "description": f"{title}, {'lowest' if lower else 'highest'} mean over seeds",
             "settings": dict(zip(settings, map(as_text, point), strict=True)),
+            "noise": f"Of {plural(compared, 'other point')}, {unclear} differ from this point only "
+            "within noise (95 % confidence interval over seeds and test samples)."
+            if compared
+            else "With one seed, no error of the differences between points is known.",
         }
     html = render(
         "sweep.html",
@@ -159,9 +205,16 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
         best=best,
         plots=[drawing(results, [name]).chart() for name in names],
         table=cells,
+        test_samples=results.test_samples,
         labeled=labeled,
     )
     return write_text(out / "sweep.html", html)
+
+
+def _below(path: Path, out: Path) -> str:
+    """Return a path relative to the directory of the report, if it is inside this directory."""
+    is_inside = path.resolve().is_relative_to(out.resolve())
+    return path_text(path.resolve().relative_to(out.resolve()) if is_inside else path)
 
 
 def sweep_table(results: Sweep, figures: str = "") -> Table:
@@ -173,7 +226,8 @@ def sweep_table(results: Sweep, figures: str = "") -> Table:
     first, *rest = plotted_quantities(results, figures)
     tails = [name for name in results.results if name.endswith(TAIL)]
     cells = _cells(results, [first, *tails[:1], *rest])
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    caption = f"last round, mean ± std over seeds; {results.test_samples}"
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", caption=caption)
     for header in cells.headers:
         table.add_column(printable(header), overflow="fold", justify="right")
     for row in cells.rows:
@@ -232,6 +286,10 @@ def _panel(ax: Axes, results: Sweep, name: str) -> None:
         style.band(ax, number, curve["mean"], curve["std"], label)
     if name.startswith("relative"):
         ax.axhline(1.0, color=style.MUTED, **style.DOTTED)
+    if numeric and is_log_spaced([places[value] for value in values]):
+        ax.set_xscale("log")
+        ax.set_xticks(list(places.values()), [as_text(value) for value in values])
+        ax.xaxis.set_minor_locator(NullLocator())
     if not numeric:
         ax.set_xticks(list(places.values()), [as_text(value) for value in values])
     several = bool(spread["count"].max() > 1)
@@ -239,6 +297,24 @@ def _panel(ax: Axes, results: Sweep, name: str) -> None:
     style.ticks(ax, human_number)
     more = f" (first {MAX_CURVES})" if len(combinations) > MAX_CURVES else ""
     style.set_title(ax, _title(results.title_of(name)) + more)
+
+
+def is_log_spaced(values: Sequence[float]) -> bool:
+    """Return whether values are spaced more evenly on a logarithmic than on a linear axis.
+
+    The values must be positive, and the largest value at least ten times the smallest value.
+    """
+    ordered = sorted(values)
+    if len(ordered) < 2 or ordered[0] <= 0 or ordered[-1] < 10 * ordered[0]:
+        return False
+    if len(ordered) == 2:
+        return True
+
+    def unevenness(places: Sequence[float]) -> float:
+        gaps = pd.Series(places).diff().dropna()
+        return float(gaps.std(ddof=0) / gaps.mean())
+
+    return unevenness([math.log(value) for value in ordered]) < unevenness(ordered)
 
 
 def _title(name: str) -> str:

@@ -302,6 +302,12 @@ def tabular(
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
+def captioned(table: str, caption: str) -> str:
+    """Return a LaTeX table, from `tabular`, with a caption that explains its columns and marks."""
+    text = caption.translate(SPECIAL)
+    return f"\\begin{{table}}\n\\centering\n\\caption{{{text}}}\n{table}\\end{{table}}\n"
+
+
 # --- terminal ----------------------------------------------------------------------------------
 
 
