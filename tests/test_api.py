@@ -125,7 +125,7 @@ def test_models_and_predictions(result, tmp_path):
     with torch.no_grad():
         wanted = model(torch.full((2, 1, 8, 8), -1.0)).softmax(1).numpy()
     assert np.allclose(result.predict("client-1", x).probabilities, wanted, atol=1e-6)
-    assert result.kinds("client-1") == ("private",)
+    assert result.kinds("client-1") == ("private", "global")
     assert result.export("client-1", tmp_path / "m.safetensors").name == "m.safetensors.json"
     with pytest.raises(StateError, match="client 'client-9' not found"):
         result.model("client-9")

@@ -88,11 +88,12 @@ def test_kinds_besides_the_private_model(tmp_path):
     with without_figures():
         summary = run(config, tmp_path / "run")
     client = open_client(tmp_path / "run", "client-1")
-    assert set(client.kinds) == {"private", "proxy"}
+    assert set(client.kinds) == {"private", "proxy", "global"}
     scores = summary["accuracy"]["common"]["proxy"]["per_client"]
     assert client.accuracy("proxy")["common"] == scores["client-1"]
     with pytest.raises(
-        StateError, match="kind of model must be one of private, proxy, got 'proxi'; did you"
+        StateError,
+        match="must be one of private, proxy, global, got 'proxi'; did you",
     ):
         client.model("proxi")
 

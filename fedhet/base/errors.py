@@ -62,6 +62,10 @@ class StateError(FedhetError):
     """Raised if a saved state is missing, truncated, or from another run, method or model."""
 
 
+class MissingSamplesError(StateError):
+    """Raised if a model needs samples of a client that was restored without its data."""
+
+
 class DropOutError(Exception):
     """Raised if a client drops out of a round because of the simulation's `pace.drop-outs`."""
 

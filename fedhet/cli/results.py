@@ -19,6 +19,9 @@ from fedhet.runs.records import KINDS, PROTOCOLS
 from fedhet.runs.units import printable, score
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fedhet import report
 
 Paper = Annotated[
@@ -173,12 +176,14 @@ def show_run(run: report.Run) -> None:
 MAX_COLUMNS = 12
 """Maximum number of class columns; with more classes, only the top predictions are shown."""
 TOP = 3
+MAX_DIGITS = 15
+"""Maximum number of digits; all of them are exact in float64."""
 
 Directory = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="Run directory, or the state directory of a site."),
 ]
-Client = Annotated[str, typer.Argument(help="Client name, as in the results table.")]
+Client = Annotated[str, typer.Argument(help="Client name, as in the results table, or server.")]
 Best = Annotated[
     bool,
     typer.Option(
@@ -188,7 +193,17 @@ Best = Annotated[
 Trust = Annotated[str, TRUST]
 Kind = Annotated[
     str,
-    typer.Option(metavar="private|proxy", help="Kind of model; only some methods train proxies."),
+    option(
+        "KIND",
+        "Kind of model, such as private, proxy, or global.",
+        default="private; for the server, server, global, or the only kind",
+    ),
+]
+Architecture = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL", help="Architecture of the server's model, such as cnn2, if it has several."
+    ),
 ]
 
 
@@ -202,7 +217,8 @@ def predict_command(
             "file with an array x."
         ),
     ],
-    kind: Kind = "private",
+    kind: Kind = "",
+    architecture: Architecture = "",
     best: Best = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     resize: Annotated[
@@ -213,16 +229,16 @@ def predict_command(
     ] = 2**29,
     trust: Trust = "",
 ) -> None:
-    """Predict classes with probabilities, or numbers, with a client's model."""
+    """Predict classes with probabilities, or numbers, with a model of a client or of the server."""
     with loading("PyTorch"):
         from fedhet.inference.client import (
             PredictedLabels,
             Predictions,
-            open_client,
+            open_models,
             read_inputs,
         )
 
-    trained = open_client(directory, client, best=best, trust=trust)
+    trained = open_models(directory, client, architecture=architecture, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, max_bytes=max_bytes)
     predictions = trained.predict(x, kind)
     is_class = isinstance(predictions, Predictions)
@@ -236,10 +252,10 @@ def predict_command(
         frame = predictions.to_frame()
         headers = ["sample", *map(printable, frame.columns)]
         texts = (
-            [printable(value) if isinstance(value, str) else f"{value:.6g}" for value in row]
-            for row in frame.to_numpy()
+            [printable(value) for value in column] if column.dtype == object else numbers(column)
+            for column in (frame.iloc[:, place].to_numpy() for place in range(frame.shape[1]))
         )
-        rows = [[printable(name), *row] for name, row in zip(names, texts, strict=True)]
+        rows = [list(row) for row in zip(map(printable, names), *texts, strict=True)]
         words = 2 if isinstance(predictions, PredictedLabels) else 1
         console.print(listing(*headers, rows=rows, words=words))
         return
@@ -258,30 +274,49 @@ def predict_command(
     console.print(listing(*headers, rows=rows, words=None if only_top else 2))
 
 
+def numbers(column: NDArray[np.float64]) -> list[str]:
+    """Format numbers with six digits, or more if large numbers differ by less.
+
+    The last digit is at most a thousandth of the difference between the largest and the smallest
+    number, so that large numbers, such as seconds since 1970, do not all look the same.
+    """
+    finite = [value for value in column.tolist() if math.isfinite(value)] or [0.0]
+    largest, spread = max(map(abs, finite)), max(finite) - min(finite)
+    needed = [6]
+    if largest:
+        needed.append(math.floor(math.log10(largest)) + 1)
+    if spread:
+        needed.append(math.ceil(math.log10(largest / spread)) + 4)
+    digits = min(max(needed), MAX_DIGITS)
+    return [f"{value:.{digits}g}" for value in column.tolist()]
+
+
 def export_command(
     directory: Directory,
     client: Client,
+    out: Annotated[Path, typer.Option(metavar="PATH", help="Output file or directory.")],
     form: Annotated[
         str,
-        typer.Option(
-            "--format",
-            metavar="safetensors|pt2|onnx|peft|merged",
-            help="safetensors: weights only; pt2: torch.export program; onnx: ONNX model; peft: "
+        option(
+            "safetensors|pt2|onnx|peft|merged",
+            "safetensors: weights only; pt2: torch.export program; onnx: ONNX model; peft: "
             "directory of LoRA adapters; merged: directory of the base model with its adapters.",
+            "--format",
+            default="the extension of PATH",
         ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="PATH", help="Output file or directory.")],
-    kind: Kind = "private",
+    ] = "",
+    kind: Kind = "",
+    architecture: Architecture = "",
     best: Best = False,
     trust: Trust = "",
 ) -> None:
-    """Export a client's model, with a model card that describes its inputs and scores."""
+    """Export a model of a client or of the server, with a card that describes it."""
     with loading("PyTorch"):
-        from fedhet.inference.client import open_client
+        from fedhet.inference.client import open_models
         from fedhet.inference.export import export
 
-    trained = open_client(directory, client, best=best, trust=trust)
-    card = export(trained, form, out, kind)
+    trained = open_models(directory, client, architecture=architecture, best=best, trust=trust)
+    card = export(trained, form or out.suffix.lstrip("."), out, kind)
     say(f"model: {out}")
     say(f"card: {card}")
 

@@ -8,9 +8,10 @@ without the data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -22,19 +23,36 @@ from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labeled_parts
 from fedhet.data.site import site_data
-from fedhet.data.spec import ClientData, Split, Stored
-from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap, order_of
+from fedhet.data.spec import ClientData, Dataset, Split, Stored
+from fedhet.data.store import (
+    GENERATED,
+    UNUSED,
+    Outputs,
+    RunData,
+    check_no_overlap,
+    order_of,
+)
 from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task
+from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task, task_for
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
+from fedhet.runs.storage import CHECKPOINTS
 from fedhet.settings.run import PLACE
-from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, class_names_digest
+from fedhet.wire.identity import (
+    MAX_CLASSES,
+    MAX_SAMPLES,
+    MAX_SIDE,
+    SERVER,
+    ClientInfo,
+    class_names_digest,
+)
 
+Record = TypeVar("Record", bound="ClientRecord")
 LOG = logging.getLogger("fedhet")
 """Logger whose messages appear in the log of Flower's SuperNode."""
 FILE = "client.json"
+SERVER_FILE = "server.json"
 MAX_BYTES = 2**24
 """Maximum size of a record, in bytes; sufficient for a hundred thousand classes."""
 
@@ -129,6 +147,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             bool(node.folder),
             base_digest(node.model),
             task.name,
+            data.stored,
         ),
         labeled,
         unlabeled,
@@ -309,6 +328,77 @@ class ClientRecord(BaseModel):
         return ClientSamples(info, empty, empty, {}, space, 0, names, self.stored, task=self.task)
 
 
+class ServerRecord(ClientRecord):
+    """Record of the server's models: the sample format and the outputs that all clients share."""
+
+    is_complete: bool
+    """Whether the names of the outputs, the schema, and the scale of the targets are known."""
+    own_data: bool
+    """Whether the sites have their own data."""
+    order: str
+    """Digest of the outputs and the schema, from `order_of`, to check what completes the record."""
+
+    @classmethod
+    def of_run(
+        cls,
+        run: str,
+        config: Config,
+        clients: Sequence[ClientInfo],
+        reference: ClientInfo,
+        dataset: Dataset | None,
+    ) -> ServerRecord:
+        """Create the record of a run, given its initial clients and, if known, its dataset."""
+        task = dataset.task.with_settings(config.run.data) if dataset else task_for(config.run.data)
+        stored: Stored = "given"
+        for known in get_args(Stored):
+            if all(client.stored == known for client in clients):
+                stored = known
+        classes = dataset.classes if dataset else ()
+        count = reference.classes // task.outputs(1)
+        values = absolute(config).flat()
+        return cls(
+            run=run,
+            client=SERVER,
+            model=reference.model,
+            partition=-1,
+            folder="",
+            settings={name: value for name, value in values.items() if name not in PLACE},
+            classes=list(classes) or list(map(str, range(count))),
+            space=list(range(reference.classes)),
+            kind=reference.kind,
+            shape=list(reference.shape),
+            stored=stored,
+            samples=min(sum(client.samples for client in clients), MAX_SAMPLES),
+            table=dataset.schema if dataset else None,
+            task=task,
+            is_complete=dataset is not None,
+            own_data=reference.own_data,
+            order=reference.order,
+        )
+
+    def completed(self, config: Config, outputs: Outputs) -> ServerRecord | None:
+        """Return a copy with these outputs, or None if they are not the outputs of the clients."""
+        task = outputs.task.with_settings(config.run.data)
+        if (order_of(outputs), task.outputs(len(outputs.classes))) != (self.order, len(self.space)):
+            return None
+        changes = {"classes": list(outputs.classes), "table": outputs.schema, "task": task}
+        return self.model_copy(update={**changes, "is_complete": True})
+
+
+def write_server_record(directory: Path, record: ServerRecord) -> None:
+    """Write the server's record into a run's directory. Raises StateError if that fails."""
+    text = record.model_dump_json(indent=1)
+    write_text(directory / CHECKPOINTS / SERVER_FILE, text, within=directory, private=True)
+
+
+def read_server_record(directory: Path) -> ServerRecord | None:
+    """Read the server's record in a run's directory, or return None if it does not exist.
+
+    Raises StateError if the record is unreadable or invalid.
+    """
+    return _read(directory / CHECKPOINTS / SERVER_FILE, ServerRecord)
+
+
 def write_record(directory: Path, record: ClientRecord) -> None:
     """Write a client's record atomically into its directory. Raises StateError if that fails."""
     root = directory.parents[1]  # This is the directory with the states of all runs.
@@ -320,14 +410,18 @@ def read_record(directory: Path) -> ClientRecord | None:
 
     Raises StateError if the record is unreadable or invalid.
     """
-    path = directory / FILE
+    return _read(directory / FILE, ClientRecord)
+
+
+def _read(path: Path, schema: type[Record]) -> Record | None:
     if not path.exists():
         return None
     try:
-        return ClientRecord.model_validate(read_json(path, MAX_BYTES))
+        return schema.model_validate(read_json(path, MAX_BYTES))
     except (OSError, ValueError, StateError) as error:
         fault = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise StateError(f"{path}: invalid client record: {fault}") from None
+        whose = "server" if schema is ServerRecord else "client"
+        raise StateError(f"{path}: invalid {whose} record: {fault}") from None

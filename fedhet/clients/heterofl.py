@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.algorithms.weights import query_statistics, scaling
 from fedhet.base.arrays import Array
+from fedhet.base.errors import MissingSamplesError
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.learning.training import LabelSpace, frozen_statistics
 from fedhet.methods.heterofl import HeteroFlSettings
@@ -79,6 +81,10 @@ class HeteroFlClient(FedAvgClient):
         return base_and_width(self.info.model)[1] / max(self.settings.widths)
 
     def _query(self, model: nn.Module) -> None:
+        if not len(self.x) and any(isinstance(part, _BatchNorm) for part in model.modules()):
+            raise MissingSamplesError(
+                f"{self.info.name}: the statistics of batch norms require the training samples"
+            )
         query_statistics(model, self.x, self.compute, self.generator(0, "statistics"))
 
 

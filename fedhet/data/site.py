@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from fedhet.data.spec import (
     reading,
 )
 from fedhet.data.tables import TableSchema, labeled_split, read_schema
-from fedhet.data.tasks import Classification, Task, find_task
+from fedhet.data.tasks import CLASSIFICATION, Classification, Task, find_task
 from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -411,6 +411,26 @@ def _check_targets(schema: TableSchema, root: Path, classes: int, spec: DataSpec
             f"{len(schema.outputs)}"
         )
     return task
+
+
+class SiteOutputs(NamedTuple):
+    """Outputs of a site's models, as described by the files that all sites share."""
+
+    classes: tuple[str, ...]
+    schema: TableSchema | None
+    task: Task
+
+
+def site_outputs(root: Path) -> SiteOutputs | None:
+    """Read schema.toml or classes.txt in a directory, or return None if neither file exists.
+
+    Raises DataError if the file is invalid.
+    """
+    if (root / SCHEMA).exists():
+        schema = read_schema(root / SCHEMA)
+        return SiteOutputs(schema.outputs, schema, schema.task_object)
+    names = _read_class_names(root, None)
+    return SiteOutputs(names, None, CLASSIFICATION) if names else None
 
 
 def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -59,7 +59,14 @@ from fedhet.data.spec import (
     subset_rows,
 )
 from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, AnyTask, Classification, find_task, stored_task
+from fedhet.data.tasks import (
+    CLASSIFICATION,
+    AnyTask,
+    Classification,
+    Task,
+    find_task,
+    stored_task,
+)
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import class_names_digest, client_name
@@ -504,7 +511,23 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
     return replace(dataset, train=train, test=None, subclasses=None)
 
 
-def order_of(data: Dataset | ClientData) -> str:
+class Outputs(Protocol):
+    """Names and meaning of a model's outputs, such as a dataset or a client's data."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of all classes, or of the target columns."""
+
+    @property
+    def schema(self) -> TableSchema | None:
+        """Schema of a user's table."""
+
+    @property
+    def task(self) -> Task:
+        """Task with the scale of its targets."""
+
+
+def order_of(data: Outputs) -> str:
     """Return a digest of the ordered class names, the schema, and the scale of the targets."""
     names = [*data.classes, data.schema.digest] if data.schema else list(data.classes)
     if data.schema is None and not isinstance(data.task, Classification):

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 from torch import nn
@@ -19,11 +20,13 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
 from fedhet.engines.simulate import baseline_of, resolve_auto, simulate
 from fedhet.inference.client import (
+    LabeledSamples,
     PredictedNumbers,
     Predictions,
     TrainedClient,
     clients_in,
-    open_client,
+    open_models,
+    read_test,
     samples_for,
 )
 from fedhet.inference.export import export
@@ -266,14 +269,14 @@ class _Frame(pd.DataFrame):  # type: ignore[misc]
 
 
 class Result:
-    """Result of a run: its records as data frames, and the models of its clients.
+    """Result of a run: its records as data frames, and the models of its clients and server.
 
     `fedhet.run` and `fedhet.load` return this object. Models are loaded from disk on first use.
     """
 
     def __init__(self, run: report.Run, *, best: bool = False, trust: str = "") -> None:
         self._run, self._best, self._trust = run, best, trust
-        self._clients: dict[str, TrainedClient] = {}
+        self._trained: dict[tuple[str, str], TrainedClient] = {}
 
     @property
     def directory(self) -> Path:
@@ -411,19 +414,21 @@ class Result:
         """
         return Result(self._run, best=True, trust=self._trust)
 
-    def kinds(self, client: str) -> tuple[str, ...]:
-        """Return the kinds of models that a client stores, e.g. ("private", "proxy").
+    def kinds(self, client: str | int) -> tuple[str, ...]:
+        """Return the kinds of models of a client or of the server, e.g. ("private", "global").
 
         Raises the same errors as `model`.
         """
-        return self._client(client).kinds
+        return self._models(client).kinds
 
-    def model(self, client: str, kind: str = "private") -> nn.Module:
-        """Return a trained model of a client.
+    def model(self, client: str | int, kind: str = "", architecture: str = "") -> nn.Module:
+        """Return a trained model of a client or of the server.
 
         Args:
-            client: Client name, e.g. "client-0".
-            kind: Kind of model, either "private" or another kind in `kinds`.
+            client: Client name, e.g. "client-0", index of a client, or "server".
+            kind: Kind of model, one of `kinds`. The default is "private" for a client. For the
+                server, it is "server", "global", or the only kind.
+            architecture: Architecture of the server's model, e.g. "cnn2", if there are several.
 
         Returns:
             Module in evaluation mode on the CPU. It maps inputs of shape [N, *shape], scaled as in
@@ -431,43 +436,60 @@ class Result:
             regression. Logits of classes outside the client's label space are -inf.
 
         Raises:
-            StateError: If the run contains no such client or model.
-        """
-        return self._client(client).model(kind)
+            StateError: If the run contains no such client or model. The message lists the choices.
+            SettingsError: If `client` is neither a name nor an index.
 
-    def predict(self, client: str, x: Any, kind: str = "private") -> Predictions | PredictedNumbers:
-        """Use a client's model to predict the classes or the numeric targets of samples.
+        Example:
+            >>> result.model("server")
+            >>> result.model("server", architecture="cnn2")
+        """
+        return self._models(client, architecture).model(kind)
+
+    def predict(
+        self, client: str | int, x: Any, kind: str = "", architecture: str = ""
+    ) -> Predictions | PredictedNumbers:
+        """Predict the classes or the numeric targets of samples.
 
         Args:
-            client: Client name.
-            x: Array or tensor of shape [N, *shape]. uint8 values are scaled as in training; floats
-                must already be scaled.
+            client: Client, or "server", as in `model`.
+            x: Array or tensor of shape [N, *shape], or texts. uint8 values are scaled as in
+                training; floats must already be scaled.
             kind: Kind of model, as in `model`.
+            architecture: Architecture of the server's model, as in `model`.
 
         Returns:
             The predicted classes and their probabilities, or numbers in the target's unit.
 
         Raises:
             StateError: If the run contains no such client or model.
+            SettingsError: If `client` is neither a name nor an index.
             DataError: If the model does not support the samples.
 
         Example:
             >>> predictions = result.predict("client-0", images)
             >>> predictions.names[:3]
         """
-        trained = self._client(client)
+        trained = self._models(client, architecture)
         return trained.predict(samples_for(trained.record, x), kind)
 
     def export(
-        self, client: str, out: str | Path, *, form: str = "", kind: str = "private"
+        self,
+        client: str | int,
+        out: str | Path,
+        *,
+        form: str = "",
+        kind: str = "",
+        architecture: str = "",
     ) -> Path:
-        """Export a client's model to a file, with a model card next to it.
+        """Export a model of a client or of the server to a file, with a model card next to it.
 
         Args:
-            client: Client name.
-            out: Output file.
-            form: "safetensors", "pt2" or "onnx". The default is the extension of `out`.
+            client: Client, or "server", as in `model`.
+            out: Output file or directory.
+            form: "safetensors", "pt2", "onnx", "peft" or "merged". The default is the extension of
+                `out`.
             kind: Kind of model, as in `model`.
+            architecture: Architecture of the server's model, as in `model`.
 
         Returns:
             Path of the model card, i.e. `out` with the additional extension .json.
@@ -478,14 +500,57 @@ class Result:
             StateError: If the model is not found, or if the file cannot be written.
         """
         path = Path(out)
-        return export(self._client(client), form or path.suffix.lstrip("."), path, kind)
+        trained = self._models(client, architecture)
+        return export(trained, form or path.suffix.lstrip("."), path, kind)
 
-    def _client(self, name: str) -> TrainedClient:
-        if name not in self._clients:
+    def test(self, client: str | int | None = None) -> LabeledSamples:
+        """Return the common test set, or the test split of a client.
+
+        Reads the data that the run's settings name, which must be on this machine.
+
+        Args:
+            client: Client name or index, or None for the common test set.
+
+        Returns:
+            The samples as inputs of the models, the labels or targets, and the names of the
+            classes or targets.
+
+        Raises:
+            DataError: If the data is at the sites of a deployment, or is not found.
+            StateError: If the run contains no such client.
+
+        Example:
+            >>> x, y, classes = result.test("client-0")
+            >>> (result.predict("client-0", x).labels == y).mean()
+        """
+        check_registered(self.settings)
+        name = None if client is None else self._name(client)
+        return read_test(self.directory, name, trust=self._trust)
+
+    def _models(self, client: str | int, architecture: str = "") -> TrainedClient:
+        key = self._name(client), architecture
+        if key not in self._trained:
             check_registered(self.settings)
-            client = open_client(self.directory, name, best=self._best, trust=self._trust)
-            self._clients[name] = client
-        return self._clients[name]
+            self._trained[key] = open_models(
+                self.directory,
+                key[0],
+                architecture=architecture,
+                best=self._best,
+                trust=self._trust,
+            )
+        return self._trained[key]
+
+    def _name(self, client: str | int) -> str:
+        """Return the name of a client. Raises SettingsError if an index is out of range."""
+        if isinstance(client, str):
+            return client
+        names = self._run.clients
+        if isinstance(client, bool) or not isinstance(client, int | np.integer):
+            expected = "a client name such as 'client-0', an index, or 'server'"
+            raise SettingsError(f"client: expected {expected}, got {client!r:.100}")
+        if not 0 <= client < len(names):
+            raise SettingsError(f"client: index must be from 0 to {len(names) - 1}, got {client}")
+        return names[client]
 
     def __repr__(self) -> str:
         run = self._run

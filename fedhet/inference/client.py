@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,31 +16,65 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedhet.base.errors import DataError, ModelError, StateError, error_text, nearest
+from fedhet.base.arrays import grouped
+from fedhet.base.errors import (
+    DataError,
+    FedhetError,
+    MissingSamplesError,
+    ModelError,
+    SettingsError,
+    StateError,
+    error_text,
+    nearest,
+    one_line,
+)
 from fedhet.base.metrics import ACCURACY
 from fedhet.client_runtime.node import read_node
-from fedhet.client_runtime.samples import FILE, ClientRecord, read_record
+from fedhet.client_runtime.samples import (
+    FILE,
+    ClientRecord,
+    ClientSamples,
+    ServerRecord,
+    read_record,
+    read_server_record,
+)
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
+from fedhet.data.site import site_outputs
 from fedhet.data.sources.files import read_arrays
-from fedhet.data.spec import DataSpec, check_max_bytes
+from fedhet.data.spec import DataSpec, Split, check_max_bytes
+from fedhet.data.store import Outputs, RunData
 from fedhet.data.tables import encode
 from fedhet.data.tasks import CLASSIFICATION, THRESHOLD, MultiLabel, Regression
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
-from fedhet.learning.devices import scaled
+from fedhet.learning.devices import Compute, compute_for, scaled
 from fedhet.learning.training import logits_of
-from fedhet.models import AllocationLimit, Refitted, evaluate_models
-from fedhet.runs.directory import read_records, read_run_name
+from fedhet.models import (
+    AllocationLimit,
+    LabelSpaceModel,
+    Refitted,
+    build,
+    evaluate_models,
+    load_weights,
+)
+from fedhet.runs.directory import read_records, read_run_name, read_validated
 from fedhet.runs.measures import best_round, by_score_key
-from fedhet.runs.records import MAX_ROUNDS, NAN, Headline
-from fedhet.runs.storage import ClientStore
+from fedhet.runs.records import MAX_ROUNDS, NAN, Headline, Origin
+from fedhet.runs.storage import CHECKPOINTS, Checkpoint, Checkpoints, ClientStore
 from fedhet.runs.units import natural
-from fedhet.wire.identity import client_name
+from fedhet.server.codec import without_versions
+from fedhet.strategies.base import HetStrategy, ServerModel
+from fedhet.wire.identity import SERVER, ClientInfo, client_name
+from fedhet.wire.knowledge import Knowledge
 
+_AT_SERVER = (
+    ". The server stores the other kinds: pass its run directory, and 'server' instead of a client."
+)
+_CHOOSE = "Pass it with --kind, or as `kind` in Python."
 MAX_STATE_FACTOR = 8
 """Maximum memory for building a client's models, as a multiple of the size of a saved state."""
 STATE = "state"
@@ -153,37 +189,69 @@ class TrainedClient:
     """Instance of the method's client class."""
     _trust: str = ""
     """Comma-separated modules that the settings may import."""
+    _checkpoint: SavedServer | None = None
+    """Checkpoint of the server, if the directory of the run is available."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of models that the client stores: `private` and, for some methods, other kinds."""
-        return tuple(self._client.models)
+        """Kinds of models: `private`, other kinds that the client stores, and server models."""
+        return (*self._client.models, *self._received)
 
-    def model(self, kind: str = "private") -> nn.Module:
+    @property
+    def default_kind(self) -> str:
+        """Kind of model that is used if no kind is given."""
+        return "private"
+
+    def model(self, kind: str = "") -> nn.Module:
         """Return a model in evaluation mode.
 
         The model maps scaled inputs of shape [N, *shape] to logits of shape [N, C], or to
         standardized targets of shape [N, K]. Logits of classes outside the client's label space are
-        -inf. Raises StateError if the client does not store this kind of model.
+        -inf. Raises StateError if this kind of model is not available.
         """
-        if kind not in self.kinds:
-            raise StateError(
-                f"{self.record.client}: kind of model must be one of "
-                f"{', '.join(self.kinds) or 'none'}, got '{kind}'{nearest(kind, self.kinds)}. "
-                "Shared models are stored by the server."
-            )
-        model: nn.Module = self._client.models[kind]
+        model = self.network(kind)
         if not isinstance(model, Refitted):
             model = self._client.samples.within_space(model)
         return model.eval()
 
-    def network(self, kind: str = "private") -> nn.Module:
+    def network(self, kind: str = "") -> nn.Module:
         """Return the trained network, without the mask for classes outside the label space."""
-        self.model(kind)
-        network: nn.Module = self._client.models[kind]
+        kind = kind or self.default_kind
+        if kind not in self._client.models and kind not in self._received:
+            missing = "" if self._checkpoint else _AT_SERVER
+            raise StateError(
+                f"{self.record.client}: kind of model must be one of "
+                f"{', '.join(self.kinds) or 'none'}, got '{kind}'{nearest(kind, self.kinds)}"
+                f"{missing}"
+            )
+        network: nn.Module = self._client.models.get(kind) or self._received[kind]
         return network
 
-    def predict(self, x: Tensor, kind: str = "private") -> Predictions | PredictedNumbers:
+    def architecture(self, kind: str) -> str:
+        """Return the name of a model, as in `models.pool`, or "" if it is unknown."""
+        return self.record.model if kind == "private" else ""
+
+    @cached_property
+    def _received(self) -> dict[str, nn.Module]:
+        """Server models that the client evaluates, built from the checkpoint, by kind."""
+        if self._checkpoint is None:
+            return {}
+        saved = self._checkpoint.models(self._client.info)
+        parts = [grouped(each.field, each.weights) for each in saved.values() if each.field]
+        if not parts:
+            return {}
+        knowledge = Knowledge({name: value for part in parts for name, value in part.items()})
+        try:
+            models = self._client.eval_models(knowledge)
+        except MissingSamplesError:  # The run's data must still exist.
+            models = self._with_samples(restored=True).eval_models(knowledge)
+        return {
+            kind: model.network if isinstance(model, LabelSpaceModel) else model
+            for kind, model in models.items()
+            if kind not in self._client.models
+        }
+
+    def predict(self, x: Tensor, kind: str = "") -> Predictions | PredictedNumbers:
         """Predict the classes or targets of samples [N, *shape] that `samples_for` has scaled.
 
         Returns labels with their probabilities if the task is multi-label, and numbers for all
@@ -207,13 +275,17 @@ class TrainedClient:
                 labels = probabilities.argmax(1)
         return Predictions(labels.cpu().numpy(), probabilities.cpu().numpy(), names)
 
-    def scores(self, kind: str = "private") -> dict[str, dict[str, float]]:
+    def scores(self, kind: str = "") -> dict[str, dict[str, float]]:
         """Evaluate a model with the run's metrics. Return the scores by test set and metric name.
 
         The test sets are the client's local test split and the common test set. Loads the data that
         the run's settings name. Raises DataError if the data is not found, and SettingsError if a
         function in an untrusted module would provide the data.
         """
+        return self._scores_on(self._with_samples().tests, kind)
+
+    def _with_samples(self, *, restored: bool = False) -> Any:
+        """Create the client with its samples and, if `restored` is set, with its saved state."""
         check_trusted(self.record.settings, self._trust, Path(self.record.client))
         saved = self._client.node
         node = self.record.node(self.config, saved.state_dir, data=saved.data)
@@ -223,19 +295,304 @@ class TrainedClient:
                 f"{self.record.client}: expected data of shape {tuple(self.record.shape)} as in "
                 f"training, got {tuple(client.info.shape)}"
             )
+        if restored:
+            client.state.restore(self.record.run, before=self.round + 1)
+        return client
+
+    def _scores_on(self, tests: Mapping[str, Split], kind: str) -> dict[str, dict[str, float]]:
         models, metrics = {kind: self.model(kind)}, self.config.run.metrics
-        measured = evaluate_models(
-            models, client.tests, self._client.compute, metrics, self.record.task
-        )
+        measured = evaluate_models(models, tests, self._client.compute, metrics, self.record.task)
         scores: dict[str, dict[str, float]] = {}
         for (metric, protocol, _), value in by_score_key(measured).items():
             scores.setdefault(protocol, {})[metric] = value
         return scores
 
-    def accuracy(self, kind: str = "private") -> dict[str, float]:
+    def accuracy(self, kind: str = "") -> dict[str, float]:
         """Return the accuracy in `scores`, by test set; NaN if the task is not classification."""
         scores = self.scores(kind)
         return {protocol: each.get(ACCURACY, NAN) for protocol, each in scores.items()}
+
+
+@dataclass(frozen=True)
+class SavedServer:
+    """Checkpoint of a run's server, with the models that it contains."""
+
+    directory: Path
+    config: Config
+    checkpoint: Checkpoint
+
+    @classmethod
+    def read(cls, directory: Path, config: Config, round: int = 0) -> SavedServer | None:
+        """Read the checkpoint of a round, or the last checkpoint if `round` is 0.
+
+        Returns None if the directory contains no such checkpoint. Raises StateError if the
+        checkpoint is invalid.
+        """
+        if not (directory / "run.json").exists():
+            return None
+        identity = {"run": read_run_name(directory), "method": config.method.name}
+        checkpoints = Checkpoints(directory, identity)
+        rounds = checkpoints.rounds()
+        if not rounds or (round and round not in rounds):
+            return None
+        return cls(directory, config, checkpoints.read(round or rounds[-1]))
+
+    def models(self, client: ClientInfo) -> Mapping[str, ServerModel]:
+        """Return the server's models for a client's architecture, by kind.
+
+        Raises StateError if the checkpoint does not match the method.
+        """
+        state = without_versions(self.checkpoint.tensors)
+        strategy: type[HetStrategy] = self.config.method.strategy
+        try:
+            return strategy.saved_models(self.config, self.directory, state, client)
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"{self.directory}: the checkpoint of round {self.checkpoint.round} does not match "
+                f"the method {self.config.method.name}: {error!r}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _ServerSide:
+    """Parts of a client that predictions with the server's models need."""
+
+    samples: ClientSamples
+    compute: Compute
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedServer(TrainedClient):
+    """Server of a finished or unfinished run, with restored models."""
+
+    _choices: Mapping[str, Mapping[str, ServerModel]] = field(default_factory=dict)
+    """Models by kind and architecture."""
+    _networks: dict[str, nn.Module] = field(default_factory=dict)
+    """Networks that have been built, by kind."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of models that the server stores."""
+        return tuple(self._choices)
+
+    @property
+    def default_kind(self) -> str:
+        """Kind of model that is used if no kind is given: `server`, `global`, or the only kind.
+
+        Raises StateError if the choice is ambiguous.
+        """
+        found = [kind for kind in ("server", "global") if kind in self._choices]
+        if not found and len(self._choices) > 1:
+            kinds = ", ".join(self._choices)
+            raise StateError(f"{SERVER}: kind of model must be one of {kinds}, got none. {_CHOOSE}")
+        return next(iter(found or self._choices))
+
+    def network(self, kind: str = "") -> nn.Module:
+        """Return the trained network.
+
+        Raises StateError if the server has no such model, several architectures, or only a part of
+        the model.
+        """
+        kind = kind or self.default_kind
+        if kind not in self._choices:
+            raise StateError(
+                f"{SERVER}: kind of model must be one of {', '.join(self.kinds)}, got '{kind}'"
+                f"{nearest(kind, self.kinds)}"
+            )
+        if kind not in self._networks:
+            self._networks[kind] = self._build(kind)
+        return self._networks[kind]
+
+    def architecture(self, kind: str) -> str:
+        """Return the name of a model, as in `models.pool`."""
+        choices = self._choices[kind]
+        if len(choices) > 1:
+            names = ", ".join(sorted(choices, key=natural))
+            raise StateError(
+                f"{SERVER}: architecture must be one of {names}, got none. Pass it with "
+                "--architecture, or as `architecture` in Python."
+            )
+        return next(iter(choices))
+
+    def scores(self, kind: str = "") -> dict[str, dict[str, float]]:
+        """Evaluate a model on the common test set, as in `TrainedClient.scores`."""
+        check_trusted(self.record.settings, self._trust, self._server.directory)
+        client = self._client.samples.info
+        data = RunData.of(self.config.run)
+        common = data.common_test_of(client.kind, client.shape, client.order)
+        if common is None:
+            raise DataError(f"{self._server.directory}: no common test set")
+        return self._scores_on({"common": common}, kind)
+
+    @property
+    def _server(self) -> SavedServer:
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def _build(self, kind: str) -> nn.Module:
+        name, record = self.architecture(kind), self.record
+        saved, method = self._choices[kind][name], self.config.method.name
+        clients = ", ".join(clients_in(self._server.directory)[:1]) or "a client at its site"
+        evaluated = kind in self.config.method.spec.kinds
+        what = f"the kind '{kind}'" if evaluated else "a model"
+        advice = f"Use {what} of a client, such as {clients}."
+        if saved.needs_extractor:
+            raise StateError(
+                f"{SERVER}: the model of {method}'s server maps features of a client's extractor. "
+                f"{advice}"
+            )
+        size = sum(np.asarray(value).nbytes for value in saved.weights.values())
+        with AllocationLimit(MAX_STATE_FACTOR * size + 2**26):
+            network = build(
+                name,
+                tuple(record.shape),
+                len(record.space),
+                seed=self.config.run.seed,
+                kind=record.kind,
+                feature_dim=saved.width,
+            )
+        names = network.state_dict().keys()
+        if missing := sorted(names - saved.weights.keys(), key=natural):
+            raise StateError(
+                f"{SERVER}: the server of {method} stores only {len(names) - len(missing)} of the "
+                f"{len(names)} tensors of model {name}. The other tensors, such as {missing[0]}, "
+                f"stay on the clients. {advice}"
+            )
+        try:
+            return load_weights(network, saved.weights)
+        except RuntimeError as error:
+            raise StateError(f"{SERVER}: {one_line(str(error))}") from None
+
+
+def open_models(
+    directory: Path | str,
+    name: str,
+    *,
+    architecture: str = "",
+    best: bool = False,
+    trust: str = "",
+) -> TrainedClient:
+    """Restore the models of a client or, if `name` is "server", of the run's server.
+
+    Args:
+        directory: As in `open_client`; for the server, the directory of the run.
+        name: Client name, or "server".
+        architecture: Architecture of the server's model, if there are several.
+        best: Whether to restore the best round instead of the last round.
+        trust: Comma-separated modules that the settings may import.
+
+    Raises:
+        SettingsError: If an architecture is given for a client.
+        StateError: As in `open_client` and `open_server`.
+    """
+    if name == SERVER:
+        return open_server(directory, architecture=architecture, best=best, trust=trust)
+    if architecture:
+        raise SettingsError(
+            f"architecture: expected none for a client, got '{architecture}'. {name} has one model."
+        )
+    return open_client(directory, name, best=best, trust=trust)
+
+
+def open_server(
+    directory: Path | str, *, architecture: str = "", best: bool = False, trust: str = ""
+) -> TrainedServer:
+    """Restore the server's models from a run directory, without reading data.
+
+    In a deployment whose sites have their own data, the server does not know the names of classes
+    and columns. To add them, copy the sites' schema.toml or classes.txt into the run directory.
+
+    Args:
+        directory: Run directory.
+        architecture: Architecture of the model, if the server has several.
+        best: Whether to restore the best round instead of the last round.
+        trust: Comma-separated modules that the settings may import (see `check_trusted`).
+
+    Raises:
+        StateError: If the run has no checkpoint, or if its server has no model.
+        SettingsError: If the settings would import untrusted code.
+    """
+    root = Path(directory)
+    record = read_server_record(root)
+    if record is None:
+        raise StateError(
+            f"{root}: expected the directory of a run with a checkpoint of the server; "
+            f"{CHECKPOINTS}/server.json not found"
+        )
+    settings = {k: v for k, v in record.settings.items() if k not in DATASETS}
+    check_trusted(settings, trust, root / CHECKPOINTS)
+    config = record.config()
+    config = config.replacing(training=config.run.training.first())
+    round = best_round_of(root, trust) if best else 0
+    saved = SavedServer.read(root, config, round)
+    if saved is None:
+        fix = (
+            f"the models of round {round}, the best round, were not kept. Use --set keep-best=true "
+            "in the next run."
+        )
+        raise StateError(f"{root}: {fix if best else 'no round has finished'}")
+    if (record.run, record.client) != (read_run_name(root), SERVER):
+        raise StateError(f"{root / CHECKPOINTS}: server.json belongs to another run")
+    record = _with_names(root, record, config)
+    info = replace(record.without_data(config).info, order=record.order)
+    names = read_validated(root / "run.json", Origin).models.values()
+    choices: dict[str, dict[str, ServerModel]] = {}
+    for name in sorted({*names, record.model}, key=natural):
+        for kind, model in saved.models(replace(info, model=name)).items():
+            choices.setdefault(kind, {})[model.architecture] = model
+    if not choices:
+        fields = config.method.spec.instructions.fields
+        sent = f", but sends: {'; '.join(each.help for each in fields)}" if fields else ""
+        first = next(iter(clients_in(root)), "")
+        raise StateError(
+            f"{root}: the server of {config.method.name} stores no model{sent}. Use a model of a "
+            f"client{f', such as {first}' if first else ' at its site'}."
+        )
+    if architecture:
+        known = sorted({name for models in choices.values() for name in models}, key=natural)
+        if architecture not in known:
+            raise StateError(
+                f"{SERVER}: architecture must be one of {', '.join(known)}, got '{architecture}'"
+                f"{nearest(architecture, known)}"
+            )
+        choices = {
+            kind: {architecture: models[architecture]}
+            for kind, models in choices.items()
+            if architecture in models
+        }
+    engine = config.run.engine.model_copy(update={"device": "cpu"})
+    side = _ServerSide(replace(record.without_data(config), info=info), compute_for(engine))
+    number = saved.checkpoint.round
+    return TrainedServer(record, config, number, number, side, trust, saved, choices)
+
+
+def _with_names(directory: Path, record: ServerRecord, config: Config) -> ServerRecord:
+    """Add the names of the outputs, the schema, and the scale of the targets, if necessary.
+
+    Raises StateError if the scale of the targets is unknown, because predictions would have no
+    unit.
+    """
+    if record.is_complete:
+        return record
+    found: Outputs | None = None
+    if not record.own_data:
+        with suppress(FedhetError):
+            found = RunData.of(config.run).dataset
+    else:
+        found = site_outputs(directory)
+    completed = record.completed(config, found) if found else None
+    if completed is None and found and record.own_data:
+        raise StateError(
+            f"{directory}: schema.toml or classes.txt differs from the file at the sites. Copy "
+            "the file of a site."
+        )
+    if completed is None and record.task.name != CLASSIFICATION.name:
+        raise StateError(
+            f"{directory}: the server does not know the names and the scale of the targets. Copy "
+            "schema.toml of a site into this directory."
+        )
+    return completed or record
 
 
 def open_client(
@@ -291,7 +648,9 @@ def open_client(
             f"{store.folder}: the models of round {round}, the best round, were not kept. Use "
             "--set keep-best=true in the next run."
         )
-    return TrainedClient(record, config, state.round, state.participations, restored, trust)
+    saved = SavedServer.read(root, config, round if best else 0)
+    rounds = state.round, state.participations
+    return TrainedClient(record, config, *rounds, restored, trust, saved)
 
 
 def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
@@ -399,6 +758,54 @@ def _stores(directory: Path) -> Iterator[ClientStore]:
             yield store
 
 
+# --- test sets
+
+
+class LabeledSamples(NamedTuple):
+    """Test samples of a run, with N rows."""
+
+    x: Tensor
+    """Samples as inputs of the models, of shape [N, *shape]; scaled images, or token ids."""
+    y: NDArray[Any]
+    """Class indices of shape [N], targets [N, K] in their units, or labels [N, L]."""
+    classes: tuple[str, ...]
+    """Names of the classes, targets or labels."""
+
+
+def read_test(directory: Path, client: str | None, *, trust: str = "") -> LabeledSamples:
+    """Read the common test set of a run, or the test split of a client, from the run's dataset.
+
+    Raises DataError if the data is at the sites or not found, or if there is no such test set;
+    StateError if the run contains no such client; and SettingsError for untrusted code.
+    """
+    if read_validated(directory / "run.json", Origin).own_data:
+        raise DataError(
+            f"{directory}: the test samples are at the sites and are not available here. Evaluate "
+            "at a site with its state directory and its own files, as with `fedhet predict`."
+        )
+    config = _config_of(directory, trust)
+    data = RunData.of(config.run)
+    if client is None:
+        if (split := data.common_test) is None:
+            raise DataError(f"{directory}: no common test set. Pass a client, such as client-0.")
+    else:
+        names = [client_name(index, config.run.clients) for index in range(config.run.clients)]
+        if client not in names:
+            raise StateError(
+                f"{directory}: client '{client}' not found, expected one of {', '.join(names)}"
+                f"{nearest(client, names)}"
+            )
+        split = data.client(names.index(client)).test
+        if not len(split):
+            raise DataError(
+                f"{directory}: {client} has no test split. Use the common test set, without a "
+                "client."
+            )
+    task = data.dataset.task
+    y = task.in_units(split.y) if isinstance(task, Regression) else split.y.numpy()
+    return LabeledSamples(scaled(split.x), y, data.dataset.classes)
+
+
 # --- samples to predict
 
 
@@ -461,6 +868,8 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     unsuitable.
     """
     if record.kind == TEXT.name:
+        if isinstance(x, Tensor) and not x.is_floating_point():  # Token ids, as in a test set.
+            return scaled(torch.from_numpy(KINDS[record.kind].checked(x.numpy(), where)))
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model expects texts (a sequence of str)")
         return tokenize(list(x), DataSpec.of(record.config().run), where)

@@ -1,4 +1,4 @@
-"""Export of client models with a model card, so that they can be used without fedhet."""
+"""Export of trained models with a model card, so that they can be used without fedhet."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedhet.base import __version__
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
+from fedhet.client_runtime.samples import ServerRecord
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
 from fedhet.data.tasks import CLASSIFICATION, Regression, Task, stored_task
@@ -29,6 +30,7 @@ from fedhet.kinds import IMAGE, PADDING, TEXT
 from fedhet.learning.devices import scaled
 from fedhet.models import HetModel, Refitted
 from fedhet.models.adapted import Adapted, merged_base, peft_config
+from fedhet.runs.records import OWN_DATA
 from fedhet.runs.storage import unshared
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft", "merged")
@@ -99,8 +101,8 @@ class ExportedModel(nn.Module):
         return self._decode(self.model(self.preprocess(x)))
 
 
-def export(trained: TrainedClient, form: str, path: Path, kind: str = "private") -> Path:
-    """Export a client's model to `path` and its model card to `path`.json.
+def export(trained: TrainedClient, form: str, path: Path, kind: str = "") -> Path:
+    """Export a model of a client or of the server to `path` and its model card to `path`.json.
 
     The formats peft and merged are written as a directory. Files in all other formats also contain
     the card. Programs in the formats pt2 and onnx support any batch size.
@@ -115,6 +117,7 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
     """
     if form not in FORMATS:
         raise SettingsError(f"--format: expected one of {', '.join(FORMATS)}, got '{form}'")
+    kind = kind or trained.default_kind
     model = trained.model(kind)
     if isinstance(model, Refitted):
         raise ModelError(
@@ -146,7 +149,7 @@ def _write_directory(trained: TrainedClient, kind: str, form: str, path: Path) -
     if encoder is None:
         raise ModelError(
             f"{trained.record.client}: format {form} requires a model with adapters, such as "
-            f"encoder-1-lora8:NAME, got '{trained.record.model}'"
+            f"encoder-1-lora8:NAME, got '{trained.architecture(kind)}'"
         )
     own = encoder.state_dict()
     prefix = next(name for name, each in network.named_modules() if each is encoder) + "."
@@ -287,10 +290,10 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
     content = {
         "format": form,
         "method": run.method,
-        "dataset": "local data of a site" if record.folder else run.data.dataset.partition(":")[0],
+        "dataset": _dataset(trained),
         "client": record.client,
         "kind": kind,
-        "model": record.model if kind == "private" else "",
+        "model": trained.architecture(kind),
         "features": width,
         "run": record.run,
         "seed": run.seed,
@@ -313,6 +316,16 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
         "versions": {"fedhet": __version__, "torch": str(torch.__version__)},
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+def _dataset(trained: TrainedClient) -> str:
+    """Return the name of the training data, without paths on this machine."""
+    record = trained.record
+    if isinstance(record, ServerRecord) and record.own_data:
+        return OWN_DATA
+    if record.folder:
+        return "local data of a site"
+    return trained.config.run.data.dataset.partition(":")[0]
 
 
 def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:

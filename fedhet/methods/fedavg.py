@@ -26,6 +26,9 @@ class FedAvgSettings(MethodSettings):
     averaged_by: ClassVar[str] = ""
     """Setting that names the averaged model, or "" for the clients' own model."""
 
+    averaged_kind: ClassVar[str] = "global"
+    """Kind of the averaged model, as evaluated on the clients."""
+
     @property
     def averaged(self) -> str:
         """Name of the averaged model, or "" for the clients' own model."""

@@ -24,6 +24,7 @@ class FedMrlSettings(fedavg.FedAvgSettings):
     """Settings of FedMRL."""
 
     averaged_by: ClassVar[str] = "shared"
+    averaged_kind: ClassVar[str] = "shared"  # The kind "global" adds a client's own layers.
     shared: ModelName = Field("cnn2", description="shared model G, the same on all clients")
     shared_dim: Count = Field(
         32,

@@ -174,6 +174,11 @@ class RunLog:
         return self._origin.run
 
     @property
+    def is_deployed(self) -> bool:
+        """Whether the run is deployed over a network rather than simulated."""
+        return self._origin.deployed
+
+    @property
     def done(self) -> int:
         """Number of rounds that were completed before this process started."""
         return self.resumed.round if self.resumed else 0
@@ -222,8 +227,14 @@ class RunLog:
         The entry contains the round with the best headline score so far, or 0 if no round was
         evaluated. Without `keep-best`, the result is empty.
         """
-        best = best_round(self._history, Headline.of(self.config.method.spec))
-        return {"best": best} if self.config.run.keep_best else {}
+        return {"best": self.best_round} if self.config.run.keep_best else {}
+
+    @property
+    def best_round(self) -> int:
+        """Round with the best headline score so far, or 0 if there is none, or no `keep-best`."""
+        if not self.config.run.keep_best:
+            return 0
+        return best_round(self._history, Headline.of(self.config.method.spec))
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
         """Return the settings of the run, with fewer `rounds` if the run ends early.

@@ -32,6 +32,8 @@ Loaded = tuple[dict[str, Tensor], dict[str, int | float | str]]
 _KEY = "fedhet"
 _ROUND = re.compile(r"round-([0-9]{1,18})\.safetensors")
 _MODEL = re.compile(r"([0-9]{1,18})-([0-9]{1,18})\.safetensors")
+CHECKPOINTS = "checkpoints"
+"""Subdirectory of a run's directory that contains the server's checkpoints."""
 KEPT_STATES = 3
 """Number of states to keep per client, so that the server can resume from an earlier round."""
 KEPT_CHECKPOINTS = 2
@@ -105,16 +107,20 @@ class Checkpoints:
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
         """Set the directory, and the `identity` that every checkpoint must contain."""
-        self._run, self._folder = directory, directory / "checkpoints"
+        self._run, self._folder = directory, directory / CHECKPOINTS
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
     def write(
-        self, round: int, tensors: Mapping[str, Array], metadata: Metadata, best_round: int = 0
+        self,
+        round: int,
+        tensors: Mapping[str, Array],
+        metadata: Metadata,
+        kept: Collection[int] = (),
     ) -> None:
         """Save the checkpoint of `round`, and delete old checkpoints.
 
-        Keeps the last two checkpoints and the checkpoint of `best_round`. Raises StateError if the
-        checkpoint cannot be written.
+        Keeps the last two checkpoints and the checkpoints of the rounds in `kept`. Raises
+        StateError if the checkpoint cannot be written.
         """
         writable = {
             name: torch.from_numpy(np.require(value, requirements="W"))
@@ -122,9 +128,13 @@ class Checkpoints:
         }
         all_metadata = {**metadata, **self._identity, "round": round}
         save(path_in(self._folder, round), writable, all_metadata, self._run)
-        old = {*rounds_in(self._folder)[:-KEPT_CHECKPOINTS]} - {best_round}
+        old = {*self.rounds()[:-KEPT_CHECKPOINTS]} - {*kept}
         with contextlib.suppress(OSError):
             self._writable.remove(path_in(self._folder, number).name for number in old)
+
+    def rounds(self) -> list[int]:
+        """Return the rounds with a checkpoint, in ascending order."""
+        return rounds_in(self._folder)
 
     def read(self, round: int) -> Checkpoint:
         """Read the checkpoint of `round`.

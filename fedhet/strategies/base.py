@@ -12,7 +12,9 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import nn
 from fedhet.base.arrays import Array, check_dtypes
 from fedhet.base.errors import FedhetError, StateError
 from fedhet.base.metrics import is_shown, measured_names
+from fedhet.client_runtime.samples import ServerRecord, write_server_record
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.data.store import DERIVED, RunData, check_no_overlap
@@ -65,10 +68,27 @@ from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 from fedhet.wire.masking import MASKED_CONTRACT
 
-__all__ = ["HetStrategy", "Reply", "Selection"]
+__all__ = ["HetStrategy", "Reply", "Selection", "ServerModel"]
 
 PACE = "pace"
 """Checkpoint metadata key for the calls in progress and the history of client selection."""
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """Model in a saved state of a server."""
+
+    weights: Mapping[str, Array]
+    """Tensors of the model; all other tensors of its architecture stay on the clients."""
+    architecture: str
+    """Name of the model, as in `models.pool`."""
+    width: int | None = None
+    """Width of the features before the head, or None for the model's default."""
+    field: str = "weights"
+    """Field of the evaluation instruction that contains the weights; "" if only the server
+    evaluates the model."""
+    needs_extractor: bool = False
+    """Whether the model maps features of a client's extractor, so that only clients can use it."""
 
 
 class HetStrategy(Strategy):
@@ -249,6 +269,32 @@ class HetStrategy(Strategy):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Restore the state returned by `state_dict`, after `init` has been called."""
 
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the server's models in a saved state, by kind, for use after the run.
+
+        This hook makes `fedhet predict DIR server` available. It is called without a strategy
+        object, once for each architecture of the clients, and must not read any data.
+
+        Args:
+            config: Configuration of the run; `config.method_settings` are the method's settings.
+            directory: Directory of the run.
+            state: State returned by `state_dict`.
+            client: A client with this architecture.
+
+        Returns:
+            The models by kind. Use the kind under which the models are evaluated, e.g. "global".
+            By default, the server has no models.
+
+        Example:
+            Models with the clients' architecture, stored in the group `weights`::
+
+                return {"global": ServerModel(group(state, "weights"), client.model)}
+        """
+        return {}
+
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the axis sizes and weight shapes against which a client's replies are checked.
 
@@ -339,6 +385,7 @@ class HetStrategy(Strategy):
             with contextlib.suppress(FedhetError):
                 class_names = self.data.dataset.classes
         self.log.begin(infos, class_names)
+        self._write_record(infos)
         if self._unmasking:
             self._unmasking.check(infos)
         if self._held_out.notice:
@@ -551,6 +598,18 @@ class HetStrategy(Strategy):
                 f"match the method {self.run.method}: {error!r}"
             ) from error
 
+    def _write_record(self, clients: Sequence[ClientInfo]) -> None:
+        """Write the record with which the models in a checkpoint can be used after the run."""
+        dataset = None
+        # A simulation has read the dataset. In a deployment, the server may not need it.
+        if not (self.log.is_deployed or clients[0].own_data):
+            with contextlib.suppress(FedhetError):
+                dataset = self.data.dataset
+        record = ServerRecord.of_run(
+            self.log.run_name, self.log.config, clients, self.reference_client, dataset
+        )
+        write_server_record(self.log.directory, record)
+
     def _is_evaluated(self, round: int) -> bool:
         is_due = round % self.run.evaluate_every == 0 and round >= self.run.evaluate_from
         return is_due or round == self.run.rounds
@@ -578,5 +637,6 @@ class HetStrategy(Strategy):
             **self._codec.encoder.metadata(),
         }
         tensors = {**self.state_dict(), **self._codec.encoder.state_dict()}
-        self.log.checkpoints.write(record.round, tensors, metadata, self.state.rollback.good)
+        kept = {self.state.rollback.good, self.log.best_round}
+        self.log.checkpoints.write(record.round, tensors, metadata, kept)
         self.collector.remove_used(self.state.reply_rounds)

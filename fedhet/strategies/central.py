@@ -13,14 +13,17 @@ evaluate the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from fedhet.base.arrays import Array, group, grouped
+from fedhet.config.resolve import Config
 from fedhet.learning.devices import compute_for
 from fedhet.methods.central import SPEC, CentralSettings, model_in, sizes_in, trainer
 from fedhet.models import load_weights, to_arrays
-from fedhet.strategies.base import HetStrategy, Reply, Selection
+from fedhet.strategies.base import HetStrategy, Reply, Selection, ServerModel
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -67,6 +70,18 @@ class CentralStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         self._set_weights(group(state, "weights"))
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the trained model, which the server and the clients evaluate."""
+        settings: Any = config.method_settings
+        weights, name = group(state, "weights"), model_in(config.run, settings)
+        return {
+            "server": ServerModel(weights, name, field=""),
+            "global": ServerModel(weights, name),
+        }
 
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
         """Load the weights, and build the evaluation instruction."""

@@ -11,17 +11,21 @@ because numbers have no entropy to reduce.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.consensus import entropy_reduced, mean_scores
 from fedhet.algorithms.distillation import digest_losses
-from fedhet.base.arrays import Array
+from fedhet.base.arrays import Array, group
+from fedhet.config.resolve import Config
 from fedhet.methods.ds_fl import SPEC, DsFlSettings
 from fedhet.server.learner import Learner
-from fedhet.strategies.base import Reply
+from fedhet.strategies.base import Reply, ServerModel
 from fedhet.strategies.fedmd import FedMdStrategy
+from fedhet.wire.identity import ClientInfo
 
 
 class DsFlStrategy(FedMdStrategy):
@@ -74,3 +78,12 @@ class DsFlStrategy(FedMdStrategy):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         super().load_state_dict(state)
         self.learner.load_state_dict(state)
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the server model."""
+        settings: Any = config.method_settings
+        name = settings.server_model
+        return {"server": ServerModel(group(state, "model"), name, field="")}

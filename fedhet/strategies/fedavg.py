@@ -7,13 +7,16 @@ Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTA
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, group, grouped
+from fedhet.config.resolve import Config
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
 from fedhet.models import HetModel, part_arrays
 from fedhet.runs.measures import mean_metrics
-from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.base import HetStrategy, Reply, ServerModel
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -62,6 +65,15 @@ class FedAvgStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         self._set_averages({name: group(state, name) for name in self.averaged})
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the averaged model, or the averaged part of the model."""
+        settings: Any = config.method_settings
+        weights, architecture = group(state, "weights"), settings.averaged or client.model
+        return {settings.averaged_kind: ServerModel(weights, architecture, settings.width)}
 
     def _set_averages(self, averaged: dict[str, dict[str, Array]]) -> None:
         """Store the averaged tensors, and build the instruction for all clients."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fedhet.algorithms.weights import RunningAverage
-from fedhet.base.arrays import Array, Arrays, grouped, groups
+from fedhet.base.arrays import Array, Arrays, group, grouped, groups
 from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
+from fedhet.config.resolve import Config
 from fedhet.learning.devices import Compute, compute_for
 from fedhet.learning.training import (
     BatchLoss,
@@ -37,7 +39,7 @@ from fedhet.learning.training import (
 )
 from fedhet.methods.feddf import SPEC, FedDfSettings
 from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.base import HetStrategy, Reply, ServerModel
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -116,6 +118,14 @@ class FedDfStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         self._set_models(groups(state, "models"))
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the fused model of an architecture, if it has one."""
+        weights = group(state, f"models/{client.model}")
+        return {"global": ServerModel(weights, client.model)} if weights else {}
 
     def _set_models(self, models: dict[str, dict[str, Array]]) -> None:
         """Store the fused models, and build the instruction for each architecture."""

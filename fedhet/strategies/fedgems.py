@@ -11,6 +11,8 @@ loss instead of by entropy, and squared errors replace the divergence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +26,11 @@ from fedhet.algorithms.distillation import (
     split,
 )
 from fedhet.base.arrays import Array, group, grouped
+from fedhet.config.resolve import Config
 from fedhet.learning.training import BatchLoss
 from fedhet.methods.fedgems import SPEC, FedGemsSettings, selection_for
 from fedhet.server.learner import Learner
-from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.base import HetStrategy, Reply, ServerModel
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -134,6 +137,15 @@ class FedGemsStrategy(HetStrategy):
         self.held = {client: int(round) for client, round in group(state, "held").items()}
         self.logits, self.changed = state["logits"], state["changed"].copy()
         self._prepare()
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the server model."""
+        settings: Any = config.method_settings
+        name = settings.server_model
+        return {"server": ServerModel(group(state, "model"), name, field="")}
 
     def _prepare(self) -> None:
         """Split the samples according to the self-evaluation, and request the samples in S3."""

@@ -8,6 +8,8 @@ maps of one architecture. Here, features are vectors of the same width for all e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +19,11 @@ from torch.nn import functional as F
 from fedhet.algorithms.distillation import distillation_loss
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
+from fedhet.config.resolve import Config
 from fedhet.methods.fedgkt import SPEC, FedGktSettings
 from fedhet.models import build, to_arrays
 from fedhet.server.learner import Learner
-from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.base import HetStrategy, Reply, ServerModel
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -113,3 +116,12 @@ class FedGktStrategy(HetStrategy):
         self._eval_instruction = None
         self.learner.load_state_dict(state)
         self.logits = group(state, "logits")
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the server model, which maps features of an edge model."""
+        settings: Any = config.method_settings
+        weights, name = group(state, "model"), settings.server_model
+        return {"server": ServerModel(weights, name, field="server", needs_extractor=True)}

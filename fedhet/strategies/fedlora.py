@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +40,8 @@ from fedhet.algorithms.adapters import (
 from fedhet.algorithms.weights import average_weights, cut_submodel
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
+from fedhet.config.resolve import Config
+from fedhet.methods.fedavg import part_sizes
 from fedhet.methods.fedlora import (
     SPEC,
     FedLoraSettings,
@@ -48,7 +52,7 @@ from fedhet.methods.fedlora import (
 )
 from fedhet.models import is_adapted, part_arrays, rank_of, without_rank
 from fedhet.settings.schema import invalid_setting
-from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.base import HetStrategy, Reply, ServerModel
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -150,6 +154,18 @@ class FedLoraStrategy(HetStrategy):
         """Restore the weights and the ranks."""
         self.ranks = {name: int(rank) for name, rank in group(state, RANKS).items()}
         self._keep(group(state, "weights"))
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the head and the adapters, truncated to the rank of the model."""
+        settings: Any = config.method_settings
+        shapes = part_sizes(settings, client).models["weights"]
+        rank = group(state, RANKS).get(client.name)  # A client may have pruned its adapters.
+        shapes = shapes if rank is None else with_rank(shapes, int(rank))
+        weights = cut_submodel(group(state, "weights"), shapes)
+        return {"global": ServerModel(weights, client.model)}
 
     def _factors(self, sent: Mapping[str, Array], path: str) -> Factors:
         """Return a client's factors for a layer; with freeze-a, A is taken from the server."""

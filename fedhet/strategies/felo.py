@@ -7,14 +7,17 @@ Learning, Computer Networks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedhet.algorithms.classwise import ClassMeans, average, cap_counts
 from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, Arrays, group, grouped, groups
+from fedhet.config.resolve import Config
 from fedhet.methods.felo import SPEC, FeloSettings
-from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.strategies.base import HetStrategy, Reply, ServerModel
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -99,6 +102,16 @@ class FeloStrategy(HetStrategy):
         self.means = {name: ClassMeans(**parts) for name, parts in groups(state, "means").items()}
         self.freshness = {name: float(value) for name, value in group(state, "freshness").items()}
         self.weights = groups(state, "weights")
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the average of an architecture, if it has one."""
+        settings: Any = config.method_settings
+        weights = group(state, f"weights/{client.model}")
+        width = settings.feature_dim
+        return {"global": ServerModel(weights, client.model, width)} if weights else {}
 
     def average(self) -> ClassMeans:
         """Return the class averages over all clients that have replied so far."""

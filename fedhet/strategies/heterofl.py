@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from fedhet.algorithms.weights import SubModel, average_overlaps, cut_submodel, is_submodel
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
+from fedhet.config.resolve import Config
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
 from fedhet.models import is_registered, narrow_name, part_arrays
 from fedhet.settings.schema import invalid_setting
-from fedhet.strategies.base import HetStrategy, Reply, Selection
+from fedhet.strategies.base import HetStrategy, Reply, Selection, ServerModel
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -84,6 +87,18 @@ class HeteroFlStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         self._set_weights(group(state, "weights"))
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return a submodel, as kind "global", and the full model, as kind "server"."""
+        settings: Any = config.method_settings
+        (base,) = config.run.models.pool
+        full = narrow_name(base, max(settings.widths))
+        shapes = config.method.spec.sizes(settings, client).models["weights"]
+        part = ServerModel(cut_submodel(group(state, "weights"), shapes), client.model)
+        return {"global": part, **({"server": part} if client.model == full else {})}
 
     def _set_weights(self, weights: dict[str, Array]) -> None:
         self.weights = weights

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -23,10 +24,12 @@ from fedhet.algorithms.uncertainty import (
 from fedhet.base.arrays import Array, group, grouped, groups
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import numpy_rng
+from fedhet.config.resolve import Config
 from fedhet.methods.um_pfssl import SPEC, UmPfsslSettings
 from fedhet.runs.measures import mean_metrics
 from fedhet.runs.storage import ModelStore
-from fedhet.strategies.base import HetStrategy, Reply, Selection
+from fedhet.runs.units import natural
+from fedhet.strategies.base import HetStrategy, Reply, Selection, ServerModel
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -149,6 +152,20 @@ class UmPfsslStrategy(HetStrategy):
         self.sent = {name: dict(pairs.tolist()) for name, pairs in group(state, "sent").items()}
         self.refreshes = {name: int(n) for name, n in group(state, "refreshes").items()}
         self.lists = {name: from_arrays(parts) for name, parts in groups(state, "list").items()}
+
+    @classmethod
+    def saved_models(
+        cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
+    ) -> Mapping[str, ServerModel]:
+        """Return the models in the pool, under the names of the clients that uploaded them."""
+        pool, versions = ModelStore(directory / "pool", directory), dict(state["versions"].tolist())
+        names = {int(number): name for name, number in group(state, "number").items()}
+        keys = {f"pool/{names[n]}": (n, version) for n, version in versions.items()}
+        return {
+            kind: ServerModel(pool.get(key), client.model, field="")
+            for kind, key in sorted(keys.items(), key=lambda item: natural(item[0]))
+            if key in pool
+        }
 
     def step(self, round: int) -> int:
         """Convert a round number to t in Algorithm 1; the warm-up round has t = 0."""

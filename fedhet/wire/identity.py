@@ -22,6 +22,7 @@ MIN_SAMPLES, MAX_SAMPLES = 2, 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
 _DIGEST = re.compile(r"([0-9a-f]{16})?")
+_STORED = re.compile(r"(bytes|scaled|given)?")
 _MODEL = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
@@ -49,6 +50,8 @@ class ClientInfo:
     """Digest of the client's frozen base model, or "" if the model has no adapters."""
     task: str = "classification"
     """Name of the task; `classes` is the number of outputs for this task."""
+    stored: str = ""
+    """Storage format of the samples, as in `fedhet.data.spec.Stored`, or "" if unknown."""
 
     def properties(self) -> dict[str, int | str | bool]:
         """Return the description as a flat dictionary (inverse of `read_properties`)."""
@@ -105,8 +108,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     if not isinstance(own_data, bool):
         raise KnowledgeError(name, "own_data", f"must be true or false, got {safe_repr(own_data)}")
     base = _text(name, "base", properties.get("base", ""), _DIGEST, rule_of_digest)
+    rule = "bytes, scaled, or given"
+    stored = _text(name, "stored", properties.get("stored", ""), _STORED, rule)
     return ClientInfo(
-        name, model, samples, classes, kind, shape, order, training, own_data, base, task
+        name, model, samples, classes, kind, shape, order, training, own_data, base, task, stored
     )
 
 
