@@ -243,7 +243,7 @@ def test_the_best_round_and_a_resumed_run(tmp_path):
     with without_figures():
         run(config, tmp_path / "run")
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    means = [record["accuracy"]["common"]["private"]["mean"] for record in records]
+    means = [record["accuracy"]["common"]["global"]["mean"] for record in records]
     best = int(np.argmax(means)) + 1
     server = open_server(tmp_path / "run", best=True)
     assert server.round == best
@@ -258,7 +258,7 @@ def test_without_keep_best_the_best_round_is_gone(tmp_path):
     directory, _ = trained("fedavg", tmp_path / "run", models="mlp")
     path = directory / "metrics.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
-    first["accuracy"]["common"]["private"]["mean"] = 1.0
+    first["accuracy"]["common"]["global"]["mean"] = 1.0
     path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
     (directory / "checkpoints" / "round-000001.safetensors").unlink()
     with pytest.raises(StateError, match="the models of round 1, the best round, were not kept"):

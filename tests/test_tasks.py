@@ -20,6 +20,7 @@ from fedhet import report
 from fedhet.base.errors import DataError, KnowledgeError, SettingsError
 from fedhet.base.metrics import METRICS, Metric, Predictions, measure
 from fedhet.cli.example import write_example
+from fedhet.cli.results import numbers
 from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients, read_node
 from fedhet.config.resolve import resolve
@@ -858,3 +859,17 @@ def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeyp
         assert task_of(tasks.stored_task(AbsoluteRegression((1.0,), (2.0,)))).means == (1.0,)
     finally:
         find_task.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("column", "texts"),
+    [
+        ([6.48812345, 8.0], ["6.48812", "8"]),
+        ([1.7e9, 1.7e9 + 86400], ["1700000000", "1700086400"]),
+        ([1000.001, 1000.002, float("nan")], ["1000.001", "1000.002", "nan"]),
+        ([-1e-7, 1e-7], ["-1e-07", "1e-07"]),
+        ([5.0, 5.0], ["5", "5"]),
+    ],
+)
+def test_predicted_numbers_are_printed_apart(column, texts):
+    assert numbers(np.array(column)) == texts
