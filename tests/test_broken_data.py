@@ -144,7 +144,7 @@ def test_whatever_a_library_raises_names_the_file(tmp_path, monkeypatch, error):
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(np, "load", fails)
+    monkeypatch.setattr(zipfile.ZipFile, "open", fails)
     message = fault(lambda: site(tmp_path))
     assert message.startswith(f"{path}: not a readable .npz file ({type(error).__name__}")
 

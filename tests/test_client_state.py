@@ -1,15 +1,32 @@
 """Client state: it is restored after each round, and no process overwrites another's state."""
 
+import ast
+import contextlib
+import gc
+import io
+import itertools
+import sys
+import threading
+import time
+
+import numpy as np
 import pytest
 import torch
+from flwr.client import NumPyClient
+from flwr.common import FitIns, ndarrays_to_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fedhet.base.arrays import load_npz, map_npy, read_npy
 from fedhet.base.errors import StateError
-from fedhet.client_runtime.state import ClientState
+from fedhet.client_runtime.state import ClientState, MessageClient, ReplyStore
+from fedhet.data.sources.files import kind_of_clients, read_arrays
+from fedhet.data.spec import DataSpec
+from fedhet.kinds import TABLE
 from fedhet.learning.devices import CPU
 from fedhet.models import Refitted
+from fedhet.wire.knowledge import read_npy as read_tensor
 
 IDENTITY = {"method": "felo", "model": "mlp", "task": "2 classes of shape [3]"}
 
@@ -306,3 +323,151 @@ def test_an_open_state_counts_all_it_holds(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     assert sum(tensor.nbytes for tensor in state.held_tensors()) == 4 * (12 + 4 + 16) + 8 + 4
+
+
+# --- the race of Python's `ast` -----------------------------------------------------------------
+
+
+ROWS = {"x": np.arange(12, dtype=np.float32).reshape(3, 4), "y": np.array([0, 1, 1])}
+
+
+class Echo(NumPyClient):
+    """A client that returns the arrays of the message."""
+
+    def fit(self, parameters, config):
+        return parameters, 1, {}
+
+
+def readers(root):
+    """Return functions that read .npy headers, and return the values of the array x."""
+    path = root / "train" / "0.npz"
+    path.parent.mkdir()
+    np.savez(path, **ROWS)
+    np.save(root / "x.npy", ROWS["x"])
+    replies = ReplyStore(root, "run-1", "client-0", "answer")
+    replies.put(1, list(ROWS.values()))
+    message, client = FitIns(ndarrays_to_parameters([ROWS["x"]]), {}), MessageClient(Echo())
+    return {
+        "stored reply": lambda: replies.get(1)[0],
+        "data": lambda: read_arrays(path, ("x", "y"), DataSpec())["x"],
+        "kind": lambda: ROWS["x"] if kind_of_clients(str(root)) is TABLE else None,
+        "mapped file": lambda: map_npy(root / "x.npy"),
+        "message": lambda: read_tensor(client.fit(message).parameters.tensors[0], "client-0", "x"),
+    }
+
+
+NAMES = ("stored reply", "data", "kind", "mapped file", "message")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_reader_uses_ast(name, tmp_path, monkeypatch):
+    def disturbed(text):
+        raise SystemError("AST constructor recursion depth mismatch (before=81, after=84)")
+
+    read = readers(tmp_path)[name]
+    monkeypatch.setattr(ast, "literal_eval", disturbed)
+    np.testing.assert_array_equal(read(), ROWS["x"])
+
+
+ARRAYS = [
+    np.arange(6, dtype=">i2").reshape(2, 3),
+    np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
+    np.array(7, np.int64),
+    np.zeros((0, 3), np.float32),
+    np.array(["a", "öß"]),
+    np.array([b"xy", b""]),
+    np.array([True, False]),
+    np.array(["2024-02-29"], "M8[D]"),
+    np.array(["", ""], "U0"),
+    np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+    np.zeros((1,) * 12),
+    np.arange(400_000.0),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{array.shape}")
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_are_read_as_by_numpy(array, save, tmp_path):
+    save(tmp_path / "both.npz", first=array, second=array[..., ::-1] if array.ndim else array)
+    with np.load(tmp_path / "both.npz") as expected:
+        found = load_npz(tmp_path / "both.npz")
+        assert list(found) == expected.files
+        for name, value in found.items():
+            assert value.dtype == expected[name].dtype
+            assert value.flags.f_contiguous == expected[name].flags.f_contiguous
+            assert value.flags["W"]
+            np.testing.assert_array_equal(value, expected[name])
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_the_format_is_read(version):
+    file = io.BytesIO()
+    np.lib.format.write_array(file, ROWS["x"], version)
+    file.seek(0)
+    np.testing.assert_array_equal(read_npy(file), ROWS["x"])
+
+
+@pytest.mark.parametrize("fault", ["object", "short", "header", "dtype", "magic", "empty"])
+def test_a_damaged_array_is_refused(fault, tmp_path):
+    file = io.BytesIO()
+    np.save(file, np.array([{}] if fault == "object" else [1.0, 2.0]), allow_pickle=True)
+    data = file.getvalue()
+    damaged = {
+        "short": data[:-1],
+        "header": data.replace(b"'shape'", b"'shade'"),
+        "dtype": data.replace(b"<f8", b"<f9"),
+        "magic": b"x" + data[1:],
+        "empty": b"",
+    }.get(fault, data)
+    with pytest.raises(ValueError, match=r"."):
+        read_npy(io.BytesIO(damaged))
+    (tmp_path / "x.npy").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"."):
+        map_npy(tmp_path / "x.npy")
+
+
+@pytest.mark.slow
+def test_threads_that_use_ast_do_not_disturb_readers(tmp_path):
+    """Garbage collection lets threads take turns within `ast`.
+
+    On Python 3.11.7, most runs of this test fail if NumPy reads the headers.
+    """
+    reads, program = readers(tmp_path), "{'shape': (3, 4), 'descr': '<f4'}"
+    done, faults, parsed = threading.Event(), [], itertools.count()
+
+    def parse():
+        while not done.is_set():
+            with contextlib.suppress(SystemError):
+                ast.parse(program)
+            next(parsed)
+
+    def read_often(read):
+        try:
+            for _ in range(1000):
+                np.testing.assert_array_equal(read(), ROWS["x"])
+        except Exception as error:
+            faults.append(error)
+
+    def take_turns(phase, info):
+        time.sleep(0.0005)
+
+    parsers = [threading.Thread(target=parse) for _ in range(2)]
+    readings = [threading.Thread(target=read_often, args=(read,)) for read in reads.values()]
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(11)
+    sys.setswitchinterval(1e-6)
+    gc.callbacks.append(take_turns)
+    try:
+        for thread in (*parsers, *readings):
+            thread.start()
+        for thread in readings:
+            thread.join()
+    finally:
+        done.set()
+        for thread in parsers:
+            thread.join()
+        gc.callbacks.remove(take_turns)
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
+    assert faults == []
+    assert next(parsed) > 1

@@ -5,8 +5,13 @@ In a mapping with several groups, such as models, keys have the form `<group>/<k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+import contextlib
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +22,13 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Mapping from tensor names to (shape, NumPy dtype name)."""
 
 T = TypeVar("T")
+_CHUNK = 2**20
+"""Number of bytes that are read at a time."""
+_HEADER = re.compile(
+    rb" *\{'descr': '([^'\\]+)', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\),? ?\} *\n?"
+)
+"""Pattern of .npy headers, except headers of structured dtypes."""
 
 
 def grouped(name: str, values: Mapping[str, T]) -> dict[str, T]:
@@ -74,3 +86,63 @@ def check_dtypes(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None
     for name in saved.keys() & fresh.keys():
         if (dtype := np.asarray(saved[name]).dtype) != (expected := np.asarray(fresh[name]).dtype):
             raise TypeError(f"{name}: expected dtype {expected}, got {dtype}")
+
+
+def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the shape, the Fortran order, and the dtype after the magic string of .npy version 1.0.
+
+    Unlike NumPy, the function does not parse ordinary headers with `ast`. Before Python 3.11.8,
+    `ast` may raise SystemError if several threads use it at the same time (python/cpython#106905).
+    """
+    start = file.tell()
+    length = int.from_bytes(file.read(2), "little")
+    if found := _HEADER.fullmatch(file.read(length)):
+        shape = tuple(int(side) for side in found[3].split(b",") if side.strip())
+        with contextlib.suppress(TypeError):
+            return shape, found[2] == b"True", np.dtype(found[1].decode("latin1"))
+    file.seek(start)
+    return np.lib.format.read_array_header_1_0(file)
+
+
+def read_npy(file: IO[bytes]) -> Array:
+    """Read an array from a file in .npy format, without pickle and usually without `ast`."""
+    start = file.tell()
+    if np.lib.format.read_magic(file) == (1, 0):
+        shape, is_fortran, dtype = read_header(file)
+        if dtype.itemsize and not dtype.hasobject:
+            flat = np.empty(math.prod(shape), dtype)
+            view, end = memoryview(flat.view(np.uint8)), 0  # type: ignore[arg-type]
+            while size := file.readinto(view[end : end + _CHUNK]):  # type: ignore[attr-defined]
+                end += size
+            if end < flat.nbytes:
+                raise ValueError(f"expected {flat.nbytes} bytes of data, got {end}")
+            return flat.reshape(shape, order="F" if is_fortran else "C")
+    file.seek(start)
+    return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def load_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, Array]:
+    """Read arrays from an .npz file without pickle. The default is to read all arrays."""
+    arrays = {}
+    with zipfile.ZipFile(path) as archive:
+        if names is None:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+        for name in names:
+            with archive.open(f"{name}.npy") as file:
+                arrays[name] = read_npy(file)
+    return arrays
+
+
+def map_npy(path: Path) -> Array:
+    """Map an .npy file of version 1.0 into memory, copy-on-write.
+
+    Torch accepts the array without a warning, and writes never reach the file.
+    """
+    with path.open("rb") as file:
+        if (version := np.lib.format.read_magic(file)) != (1, 0):
+            raise ValueError(f"unsupported .npy version, expected (1, 0), got {version}")
+        shape, is_fortran, dtype = read_header(file)
+        if dtype.hasobject:
+            raise ValueError("pickled objects are unsupported")
+        order: Literal["C", "F"] = "F" if is_fortran else "C"
+        return np.memmap(file, dtype, "c", file.tell(), shape, order)

@@ -32,6 +32,7 @@ from fedhet.client_runtime.node import (
     read_node,
 )
 from fedhet.client_runtime.privacy import redact_errors
+from fedhet.client_runtime.state import MessageClient
 from fedhet.config.resolve import Config, resolve_items
 from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, imported_code, is_listed
 from fedhet.data.sources import SOURCES
@@ -248,6 +249,10 @@ class SiteClient(NumPyClient):
 
     def __init__(self, client: Any, site: NodeSettings) -> None:
         self._client, self._site = client, site
+
+    def to_client(self) -> Client:
+        """Return the interface that Flower calls."""
+        return MessageClient(self)
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
         """Return the client's properties, such as its name, model, and task."""

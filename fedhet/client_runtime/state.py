@@ -17,10 +17,23 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from flwr.common import NDArrays
+from flwr.client import Client, NumPyClient
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetPropertiesIns,
+    GetPropertiesRes,
+    NDArrays,
+    Parameters,
+    Status,
+    ndarrays_to_parameters,
+)
 from torch import Tensor, nn
 
-from fedhet.base.arrays import Arrays, group, grouped
+from fedhet.base.arrays import Arrays, group, grouped, load_npz
 from fedhet.base.disk import Folder
 from fedhet.base.errors import StateError
 from fedhet.base.transfer import HOST, all_to_device
@@ -32,7 +45,16 @@ from fedhet.runs.storage import KEPT_STATES, ClientStore, Metadata, ModelStore, 
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, is_name
-from fedhet.wire.knowledge import Envelope, Knowledge, Packing, decode, digest_of, encode, expect
+from fedhet.wire.knowledge import (
+    Envelope,
+    Knowledge,
+    Packing,
+    decode,
+    digest_of,
+    encode,
+    expect,
+    read_npy,
+)
 
 METHOD_TENSORS = "kept"
 """Name of the group of the method's tensors in a saved state. No kind of model may have this
@@ -40,6 +62,7 @@ name."""
 UNSENT = "unsent"
 """State group with the compression errors that error feedback adds to the next reply."""
 UNSAVED = -1
+_OK = Status(Code.OK, "Success")
 LOG = logging.getLogger("fedhet")
 
 
@@ -288,6 +311,37 @@ class ClientCodec:
         return ModelStore(folder / "received", self._node.state_dir)
 
 
+class MessageClient(Client):
+    """Flower's interface of a client.
+
+    Flower's own wrapper of a `NumPyClient` parses messages with `ast`, which fails in some versions
+    of Python if several threads use it at the same time (see `fedhet.base.arrays.read_header`).
+    """
+
+    def __init__(self, client: NumPyClient) -> None:
+        self.numpy_client = client
+
+    def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
+        """Return the client's properties."""
+        return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
+
+    def fit(self, ins: FitIns) -> FitRes:
+        """Train on an instruction, and return the reply."""
+        arrays, samples, metrics = self.numpy_client.fit(_read(ins.parameters), ins.config)
+        return FitRes(_OK, ndarrays_to_parameters(arrays), samples, metrics)
+
+    def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
+        """Evaluate the client's models."""
+        loss, samples, metrics = self.numpy_client.evaluate(_read(ins.parameters), ins.config)
+        return EvaluateRes(_OK, loss, samples, metrics)
+
+
+def _read(parameters: Parameters) -> NDArrays:
+    """Read the arrays of a message. They are copies, so that the client may change them."""
+    tensors = enumerate(parameters.tensors)
+    return [read_npy(data, SERVER, f"array {position}").copy("K") for position, data in tensors]
+
+
 class ReplyStore:
     """On-disk store of a client's recent replies, which are sent again if a request is repeated."""
 
@@ -303,8 +357,7 @@ class ReplyStore:
         if not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return [arrays[name] for name in arrays.files]
+            return list(load_npz(path).values())
         except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise StateError(f"{path}: damaged ({error})") from None
 

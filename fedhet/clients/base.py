@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Unpack
 
 import torch
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ from fedhet.client_runtime.samples import (
     public_samples,
     write_record,
 )
-from fedhet.client_runtime.state import ClientCodec, ClientState
+from fedhet.client_runtime.state import ClientCodec, ClientState, MessageClient
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.kinds import KINDS
@@ -387,6 +387,10 @@ class HetClient(NumPyClient):
         return sum(t.nbytes for t in chain(self.samples.held_tensors(), self.state.held_tensors()))
 
     # Flower's interface, in the order of a run.
+
+    def to_client(self) -> Client:
+        """Return the interface that Flower calls."""
+        return MessageClient(self)
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
         """Return the client's name, model and task, or the shares that unmask a sum."""

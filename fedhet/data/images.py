@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedhet.base.arrays import map_npy
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, error_reason
 from fedhet.data.class_folders import Files
@@ -152,7 +153,7 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
                 pixels = _open(target, len(files))
                 if pixels is None:
                     _build(target, files, spec, like)
-                    pixels = np.load(target, mmap_mode="c", allow_pickle=False)
+                    pixels = map_npy(target)
     except OSError as error:
         raise DataError(
             f"{target.parent}: cannot store the decoded images ({error_reason(error)}). "
@@ -177,13 +178,9 @@ def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Pa
 
 
 def _open(target: Path, count: int) -> Pixels | None:
-    """Map the cached array into memory, or return None if it is missing or incomplete.
-
-    The map is copy-on-write, so that torch accepts it without a warning and writes never reach the
-    file.
-    """
+    """Map the cached array into memory, or return None if it is missing or incomplete."""
     try:
-        pixels = np.load(target, mmap_mode="c", allow_pickle=False)
+        pixels = map_npy(target)
     except (FileNotFoundError, ValueError, EOFError):
         return None
     is_complete = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == count

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fedhet.base.arrays import map_npy
 from fedhet.base.disk import Folder
 from fedhet.base.errors import (
     DataError,
@@ -385,8 +386,7 @@ class RunData:
         if shared is None:
             return dataset.take(train), dataset.take(test)
         with _mapping("samples of the clients", path := shared / _SAMPLES):
-            # Map the file copy-on-write, because torch does not support read-only arrays.
-            x = self.once("samples", lambda: torch.from_numpy(np.load(path, mmap_mode="c")))
+            x = self.once("samples", lambda: torch.from_numpy(map_npy(path)))
         counts = map(len, self.partition())
         start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
         middle = start + len(train)

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedhet.base.arrays import load_npz, read_header
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest, one_line
 from fedhet.data import tables
@@ -104,7 +105,7 @@ def read_arrays(
                     if (version := np.lib.format.read_magic(file)) != (1, 0):
                         fault = f"unsupported .npy version, expected (1, 0), got {version}"
                         raise DataError(f"{path}: {member}: {fault}")
-                    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                    shape, _, dtype = read_header(file)
                     if dtype.hasobject:
                         rule = "expected plain numeric arrays x and y"
                         raise DataError(f"{path}: pickled objects are unsupported, {rule}")
@@ -117,8 +118,7 @@ def read_arrays(
                 item_bytes = 1 if are_bytes else _BYTES_PER_VALUE.get(name, 8)
                 total += max(size, item_bytes * math.prod(shape))
             check_max_bytes(total, spec, path)
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names}
+        return load_npz(path, names)
 
 
 def convert_labels(
@@ -306,7 +306,7 @@ def kind_of_clients(directory: str) -> Kind:
         with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
             if np.lib.format.read_magic(x) != (1, 0):  # Headers of later versions may be large.
                 return IMAGE
-            shape, _, _ = np.lib.format.read_array_header_1_0(x)
+            shape, _, _ = read_header(x)
     except Exception:  # The error is reported when the file is read.
         return IMAGE
     return TABLE if len(shape) == 2 else IMAGE
