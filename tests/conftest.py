@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -34,6 +35,45 @@ PROCESSES = {
     "test_slow",
 }
 """Files whose tests start Ray or a deployment, each of which wants the machine."""
+
+
+ALLOWED_SKIPS = {
+    "needs a GPU": "machines for continuous integration have no GPU",
+    "PyTorch without CUDA has no list of its kernels": "the same; PyTorch may be built for CPUs",
+    "no network namespaces here": "only root may create them, and not in every container",
+    "root may write anywhere": "as root, no directory is read-only",
+    "glibc's allocator": "macOS has no glibc",
+}
+"""Beginnings of the reasons for which a test may be skipped in continuous integration, and why no
+installation would help. With CI set, any other skipped test fails."""
+
+
+def refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skipped test or file into a failure if its reason is not in `ALLOWED_SKIPS`."""
+    if not os.environ.get("CI") or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    where = report.longrepr
+    reason = str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
+    if not reason.startswith(tuple(ALLOWED_SKIPS)):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"skipped: {reason}. With CI set, install what the test needs, or list the reason in "
+            "ALLOWED_SKIPS (tests/conftest.py)."
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    refuse_skip(report)
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

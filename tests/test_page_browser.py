@@ -235,7 +235,7 @@ def test_a_phone_shows_every_clients_accuracy_without_scrolling(browser: Any, re
     headers = table.locator("thead th").all_inner_texts()
     first = next(n for n, text in enumerate(headers) if "common private" in text.lower())
     for row in table.locator("tbody tr").all():
-        box = row.locator("td").nth(first).bounding_box()
+        box = row.locator("th, td").nth(first).bounding_box()
         assert box["x"] + box["width"] <= 390
     page.tab.close()
 
@@ -265,7 +265,7 @@ def test_a_comparison_is_pointed_at_and_switched(browser: Any, tmp_path: Path) -
     page.figure(title).get_by_role("button", name="felo").click()
     assert page.hover(place) == ["round 2", f"local  {rows[1]:.4f}"]
     sent = sum(row["bytes_up"] + row["bytes_down"] for row in lines_of(runs[1])[:1])
-    place = page.marks("Accuracy for bytes", 1)[0]
+    place = page.marks("Accuracy by bytes sent", 1)[0]
     first = lines_of(runs[1])[0]["accuracy"]["common"]["private"]["mean"]
     assert page.hover(place) == ["local", f"{sent / 1000:.2f} kB", f"{first:.4f}"]
     assert page.faults == []
