@@ -63,6 +63,9 @@ SizesOf = Callable[[ClientInfo], Sizes]
 Answer = tuple[dict[int, tuple[bytes, bytes]], str]
 """Shares and secrets that a client reveals for each lane, and the client's error message or ""."""
 
+Faults = dict[str, set[str]]
+"""Owners of the masks of which a client revealed wrong shares, by client."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -286,7 +289,7 @@ class Unmasking:
         names = sorted({name for group in groups for name in group.survivors})
         answers: dict[str, Answer] = {}
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
-        wrong: dict[str, set[str]] = {}
+        wrong: dict[Group, Faults] = {}
         dealers: set[str] = set()
         reasons: dict[Group, str] = {}
         for name in names:  # Use daemon threads, so that a hanging node does not block the exit.
@@ -300,7 +303,9 @@ class Unmasking:
                 continue
             for group in (each for each in groups if each not in seeds):
                 try:
-                    seeds[group] = self._seeds(group, answers, replies, wrong, dealers)
+                    seeds[group] = self._seeds(
+                        group, answers, replies, wrong.setdefault(group, {}), dealers
+                    )
                 except ValueError as error:
                     reasons[group] = str(error)
             if len(seeds) == len(groups):
@@ -352,14 +357,13 @@ class Unmasking:
         return revealed, fault
 
     def _report_faults(
-        self, answers: Mapping[str, Answer], wrong: Mapping[str, set[str]], dealers: set[str]
+        self, answers: Mapping[str, Answer], wrong: Mapping[Group, Faults], dealers: set[str]
     ) -> bool:
         """Show a notice for each error message, and for each client that sent wrong shares.
 
         If a client is certainly at fault, its reply counts as rejected. Returns whether this
-        applies to any client. `wrong` contains the owners
-        of wrong shares, by the client that revealed the shares, and `dealers` the clients whose
-        seed does not match its commitment.
+        applies to any client. `wrong` contains the wrong shares of each group, and `dealers` the
+        clients whose seed does not match its commitment.
         """
         faults: dict[str, list[str]] = {}
         for name, (_, fault) in sorted(answers.items()):
@@ -367,14 +371,20 @@ class Unmasking:
                 faults.setdefault(one_line(fault)[:300], []).append(name)
         for fault, clients in faults.items():
             self._state.notice(f"shares not revealed by {', '.join(clients)}: {fault}")
-        owners: dict[str, set[str]] = {}
-        for name, makers in wrong.items():
-            for maker in makers:
-                owners.setdefault(maker, set()).add(name)
-        # Honest clients are the majority, so a majority of accusers is right.
-        majority = len(answers) // 2 + 1
-        senders = {owner for owner, names in owners.items() if len(names) >= majority}
-        revealers = {name for name, makers in wrong.items() if len(makers) >= majority}
+        accused: dict[str, set[str]] = {}
+        accusers: dict[str, set[str]] = {}
+        senders, revealers = set[str](), set[str]()
+        for group, faults_of in wrong.items():
+            owners: dict[str, set[str]] = {}
+            for name, makers in faults_of.items():
+                accused.setdefault(name, set()).update(makers)
+                for maker in makers:
+                    owners.setdefault(maker, set()).add(name)
+                    accusers.setdefault(maker, set()).add(name)
+            # Honest clients are the majority, so a majority of accusers is right.
+            majority = len(answers.keys() & {*group.survivors}) // 2 + 1
+            senders |= {owner for owner, names in owners.items() if len(names) >= majority}
+            revealers |= {name for name, makers in faults_of.items() if len(makers) >= majority}
         guilty = {*dealers, *senders, *revealers}
         for name in sorted(guilty):
             fault = "sent shares of a seed that does not match its commitment"
@@ -384,12 +394,12 @@ class Unmasking:
                     "cohort, or peers file differs"
                 )
             elif name in senders:
-                fault = f"sent wrong shares of its mask to {', '.join(sorted(owners[name]))}"
+                fault = f"sent wrong shares of its mask to {', '.join(sorted(accusers[name]))}"
             elif name in revealers:
-                fault = f"revealed wrong shares of the masks of {', '.join(sorted(wrong[name]))}"
+                fault = f"revealed wrong shares of the masks of {', '.join(sorted(accused[name]))}"
             self._state.record_misconduct(name, fault)
-        for name in sorted(wrong.keys() - guilty):
-            if suspects := sorted(wrong[name] - guilty):
+        for name in sorted(accused.keys() - guilty):
+            if suspects := sorted(accused[name] - guilty):
                 self._state.notice(
                     f"round {self._round}: {name} revealed wrong shares of the masks of "
                     f"{', '.join(suspects)}, or these clients sent wrong shares to {name}"
@@ -401,7 +411,7 @@ class Unmasking:
         group: Group,
         answers: Mapping[str, Answer],
         replies: Mapping[str, Reply],
-        wrong: dict[str, set[str]],
+        wrong: Faults,
         dealers: set[str],
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
