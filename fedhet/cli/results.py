@@ -53,7 +53,7 @@ def compare_command(
         option(
             "|".join(KINDS),
             "Sort the runs by this kind of model's score; methods may define additional kinds.",
-            default="private if available",
+            default="each method's headline kind",
         ),
     ] = None,
     protocol: Annotated[
@@ -195,7 +195,7 @@ Kind = Annotated[
     str,
     option(
         "KIND",
-        "Kind of model, such as private, proxy, or global.",
+        "Kind of model, such as private, proxy, ensemble, or global.",
         default="private; for the server, server, global, or the only kind",
     ),
 ]

@@ -47,8 +47,10 @@ from fedhet.learning.training import (
     TrainOptions,
     train_epochs,
 )
+from fedhet.methods.spec import ENSEMBLE
 from fedhet.models import (
     AllocationLimit,
+    Ensemble,
     Evaluations,
     HetModel,
     Refitted,
@@ -190,10 +192,11 @@ class HetClient(NumPyClient):
         return {"private": self.private}
 
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
-        """Evaluate the models from `eval_models` on all test splits of the client."""
-        return evaluate_models(
-            self.eval_models(knowledge), self.tests, self.compute, self.run.metrics, self.task
-        )
+        """Evaluate the models from `eval_models`, and their ensemble, on all test splits."""
+        models = dict(self.eval_models(knowledge))
+        if members := self.config.method.spec.ensemble:
+            models[ENSEMBLE] = Ensemble([models[kind] for kind in members], self.task)
+        return evaluate_models(models, self.tests, self.compute, self.run.metrics, self.task)
 
     def sizes(self) -> Sizes:
         """Return the axis sizes and weight shapes that instructions must have."""

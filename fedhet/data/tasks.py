@@ -217,6 +217,14 @@ class Task(ABC):
     def decode(self, outputs: Tensor) -> Tensor:
         """Convert outputs [N, C] to predictions [N, ...], such as class probabilities [N, C]."""
 
+    def average(self, outputs: Tensor) -> Tensor:
+        """Combine the outputs of several models [M, N, C] into outputs [N, C] of an ensemble.
+
+        The decoded result is the mean of the models' decoded predictions. The default assumes that
+        `decode` is an affine function.
+        """
+        return outputs.mean(0)
+
     # Draws of samples.
 
     @abstractmethod
@@ -342,6 +350,10 @@ class Classification(Task):
     def decode(self, outputs: Tensor) -> Tensor:
         """Return the class probabilities of logits."""
         return outputs.softmax(1)
+
+    def average(self, outputs: Tensor) -> Tensor:
+        """Return the logarithm of the mean class probabilities."""
+        return outputs.log_softmax(2).logsumexp(0) - math.log(len(outputs))
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
         """Group the samples by class."""
@@ -487,6 +499,13 @@ class Regression(Task):
             return self._in_unit(outputs)
         by_target = outputs.reshape(outputs.shape[0], -1, len(self.quantiles)).sort(2).values
         return self._in_unit(by_target.transpose(1, 2)).transpose(1, 2)
+
+    def average(self, outputs: Tensor) -> Tensor:
+        """Return the mean of the outputs, with the quantiles of each model in ascending order."""
+        if self.quantiles:
+            by_target = outputs.unflatten(2, (-1, len(self.quantiles)))
+            outputs = by_target.sort(3).values.flatten(2)
+        return outputs.mean(0)
 
     def _in_unit(self, values: Tensor) -> Tensor:
         """Convert standardized values [..., K] to the targets' units, in float64."""
@@ -741,6 +760,12 @@ class MultiLabel(Task):
     def decode(self, outputs: Tensor) -> Tensor:
         """Return the probabilities [N, L] of the labels."""
         return outputs.sigmoid()
+
+    def average(self, outputs: Tensor) -> Tensor:
+        """Return the logits of the mean probabilities."""
+        from torch.nn.functional import logsigmoid
+
+        return logsigmoid(outputs).logsumexp(0) - logsigmoid(-outputs).logsumexp(0)
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
         """Group the samples by their rarest label. The last group has samples without labels."""

@@ -34,11 +34,8 @@ from fedhet.report.tables import (
     tabular,
 )
 from fedhet.runs.records import NAN, PROTOCOLS
-from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
+from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus
 
-KINDS = {"personal": ("private", "global", "server"), "common": ("global", "server", "private")}
-"""Kinds of models by protocol, in order of preference. The first kind that a method evaluates
-represents the method."""
 CEILING = "central"
 SHARE = 0.9
 """Fraction of the accuracy of the method `CEILING`. The table shows the costs of reaching this
@@ -207,9 +204,8 @@ def collect(plan: FieldPlan) -> FieldResults:
 
 
 def kind_of(run: Run, protocol: str) -> str:
-    """Return the model kind that represents a run in a protocol, or "" if there are no scores."""
-    kinds = sorted(run.kinds(protocol), key=lambda kind: position(kind, KINDS[protocol]))
-    return next(iter(kinds), "")
+    """Return the headline kind of a run in a protocol, or "" if there are no scores."""
+    return next(iter(run.kinds(protocol)), "")
 
 
 def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:

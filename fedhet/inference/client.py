@@ -53,8 +53,10 @@ from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import Compute, compute_for, scaled
 from fedhet.learning.training import logits_of
+from fedhet.methods.spec import ENSEMBLE
 from fedhet.models import (
     AllocationLimit,
+    Ensemble,
     LabelSpaceModel,
     Refitted,
     build,
@@ -194,8 +196,15 @@ class TrainedClient:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of models: `private`, other kinds that the client stores, and server models."""
-        return (*self._client.models, *self._received)
+        """Kinds of models: `private`, other kinds of the client, `ensemble`, and server models."""
+        ensemble = (ENSEMBLE,) if self._members else ()
+        return (*self._client.models, *ensemble, *self._received)
+
+    @property
+    def _members(self) -> tuple[str, ...]:
+        """Kinds of the models in the ensemble, or () if the method has no ensemble."""
+        members: tuple[str, ...] = self.config.method.spec.ensemble
+        return members if {*members} <= self._client.models.keys() else ()
 
     @property
     def default_kind(self) -> str:
@@ -209,6 +218,8 @@ class TrainedClient:
         standardized targets of shape [N, K]. Logits of classes outside the client's label space are
         -inf. Raises StateError if this kind of model is not available.
         """
+        if kind == ENSEMBLE and self._members:
+            return Ensemble([self.model(each) for each in self._members], self.record.task).eval()
         model = self.network(kind)
         if not isinstance(model, Refitted):
             model = self._client.samples.within_space(model)
@@ -217,6 +228,8 @@ class TrainedClient:
     def network(self, kind: str = "") -> nn.Module:
         """Return the trained network, without the mask for classes outside the label space."""
         kind = kind or self.default_kind
+        if kind == ENSEMBLE and self._members:
+            return Ensemble([self.network(each) for each in self._members], self.record.task)
         if kind not in self._client.models and kind not in self._received:
             missing = "" if self._checkpoint else _AT_SERVER
             raise StateError(

@@ -35,6 +35,7 @@ from fedhet.models.adapted import (
 )
 from fedhet.models.base import (
     DrawnInfo,
+    Ensemble,
     Evaluations,
     HetModel,
     LabelSpaceModel,
@@ -71,12 +72,12 @@ from fedhet.models.user_model import (
 )
 
 __all__ = [
-    "DRAWN", "MODELS", "WITHOUT_GRADIENTS", "AllocationLimit", "Evaluations", "HetModel",
-    "LabelSpaceModel", "Refitted", "assign", "base_and_width", "base_digest", "base_of", "build",
-    "build_any", "check", "check_name", "describe", "evaluate_model", "evaluate_models", "find",
-    "group_norm_name", "is_adapted", "is_registered", "is_user_model", "load_weights", "names",
-    "narrow_name", "part_arrays", "part_names", "private_pool", "rank_of", "shapes", "to_arrays",
-    "to_host_arrays", "without_rank",
+    "DRAWN", "MODELS", "WITHOUT_GRADIENTS", "AllocationLimit", "Ensemble", "Evaluations",
+    "HetModel", "LabelSpaceModel", "Refitted", "assign", "base_and_width", "base_digest", "base_of",
+    "build", "build_any", "check", "check_name", "describe", "evaluate_model", "evaluate_models",
+    "find", "group_norm_name", "is_adapted", "is_registered", "is_user_model", "load_weights",
+    "names", "narrow_name", "part_arrays", "part_names", "private_pool", "rank_of", "shapes",
+    "to_arrays", "to_host_arrays", "without_rank",
 ]  # fmt: skip
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(

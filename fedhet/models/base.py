@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -167,6 +167,20 @@ class LabelSpaceModel(nn.Module):
         """Return the logits [N, C], which are -inf for classes outside the label space."""
         logits: Tensor = self.network(x)
         return logits.masked_fill(self.outside, float("-inf"))
+
+
+class Ensemble(nn.Module):
+    """Model whose predictions are the mean of the predictions of several models."""
+
+    def __init__(self, models: Iterable[nn.Module], task: Task) -> None:
+        """Combine models for the samples and targets of `task`."""
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self._average = task.average
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs [N, C], such as the logarithm of the mean class probabilities."""
+        return self._average(torch.stack([model(x).float() for model in self.models]))
 
 
 def part_names(model: HetModel, part: Part) -> frozenset[str]:

@@ -47,6 +47,7 @@ MEANING = {
     "private": "the client's private model",
     "local": "the client's model after only local training, before any exchange",
     "proxy": "the model that a client exchanges instead of its private model",
+    "ensemble": "the mean of the predictions of a client's private model and its proxy",
     "global": "the server's global models, one for each architecture",
     "server": "a model that only the server has",
     HELD_OUT: "the model offered to held-out clients, which never train",

@@ -21,11 +21,12 @@ from rich.text import Text
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.data.tasks import find_task
 from fedhet.report.comparison import Spread
-from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest
-from fedhet.runs.records import HELD_OUT, NAN
+from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest, where
+from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH, NAN
 from fedhet.runs.units import ABSENT, difference, plural, printable, score, spans
 
 MARK = "†"
+HELD_OUT_KINDS = (HELD_OUT, HELD_OUT_EPOCH)
 MAX_NAMED = 3
 """Maximum number of models named in a sentence."""
 MAX_ROWS, ENDS = 30, 5
@@ -192,6 +193,7 @@ def constant_of(run: Run) -> tuple[str, str]:
 
 def remarks(run: Run) -> list[str]:
     """Return remarks on inaccurate models, and on clients that were disconnected or late."""
+    lines = [better] if (better := better_kind_line(run)) else []
     sign = -1 if metric_of(run.metric).lower_is_better else 1
     below = [
         f"{name} ({protocol} {kind})"
@@ -199,7 +201,6 @@ def remarks(run: Run) -> list[str]:
         for name, value in run.last(protocol, kind).per_client.items()
         if sign * value < sign * run.majority(protocol).get(name, -sign * math.inf)
     ]
-    lines = []
     if below:
         more = f" and {len(below) - MAX_NAMED} more" if len(below) > MAX_NAMED else ""
         lines.append(
@@ -226,6 +227,15 @@ def remarks(run: Run) -> list[str]:
     return lines
 
 
+def headline_line(run: Run) -> str:
+    """Return a line with the headline score and the model to which it belongs, or ""."""
+    if not run.columns:
+        return ""
+    protocol, kind = run.columns[0]
+    mean = score(run.last(protocol, kind).mean, run.metric)
+    return f"headline: {run.metric_title} {mean}, {kind} models {where(protocol)}"
+
+
 def baseline_line(run: Run) -> str:
     """Return a line that compares a run with its baseline, or "" if it has no baseline."""
     if run.baseline is None or run.baseline_column is None:
@@ -235,10 +245,41 @@ def baseline_line(run: Run) -> str:
     sign = -1 if metric_of(run.metric).lower_is_better else 1
     gains = [sign * (ours.per_client[name] - baseline.per_client[name]) for name in both]
     better = sum(gain > 0 for gain in gains)
+    kinds = run.columns[0][1], run.baseline_column[1]
+    models = "" if kinds[0] == kinds[1] else f" ({kinds[0]} against {kinds[1]})"
+    gain = difference(ours.mean - baseline.mean, run.metric)
     return (
-        f"against {run.baseline.method}: {difference(ours.mean - baseline.mean, run.metric)} "
+        f"against {run.baseline.method}{models}: {gain} "
         f"({score(ours.mean, run.metric)}, {score(baseline.mean, run.metric)}), "
         f"{better} of {plural(len(both), 'client')} better"
+    )
+
+
+def better_kind_line(run: Run) -> str:
+    """Return a line about a kind of model with a better score than the headline kind, or "".
+
+    The difference must exceed twice the sampling error of a difference between two models on the
+    same test samples, whose upper bound is the binomial error of two independent accuracies.
+    Metrics other than the accuracy, and unknown numbers of test samples, have no such error.
+    """
+    counts = run.partition.test_samples if run.partition else {}
+    if not run.columns or run.metric != ACCURACY:
+        return ""
+    protocol, kind = run.columns[0]
+    count, headline = counts.get(protocol, 0), run.last(protocol, kind).mean
+    others = [each for each in run.kinds(protocol)[1:] if each not in HELD_OUT_KINDS]
+    scores = {each: run.last(protocol, each).mean for each in others}
+    best = max(scores, key=lambda each: scores[each], default="")
+    if not best or not count:
+        return ""
+    variances = [p * (1 - p) / count for p in (headline, scores[best])]
+    error = math.sqrt(sum(variances))
+    if not scores[best] - headline > 2 * error:
+        return ""
+    return (
+        f"the kind {best} has a higher score than the headline kind {kind}, {where(protocol)}: "
+        f"{score(scores[best])} instead of {score(headline)}, a difference of more than two "
+        f"sampling errors ({score(error)}, {count:,} test samples)"
     )
 
 
@@ -405,7 +446,8 @@ def final_table(run: Run) -> Blocks:
         ranked = [cells.rows[index] for index in order]
         best, worst = ranked[:ENDS], ranked[ENDS:][-ENDS:]
     hidden = len(cells.rows) - len(best[:MAX_ROWS]) - len(worst)
-    lines = filter(None, [baseline_line(run), relative_line(run), *remarks(run), legend(run)])
+    first = headline_line(run), baseline_line(run), relative_line(run)
+    lines = filter(None, [*first, *remarks(run), legend(run)])
     return Blocks(
         cells,
         printable(f"{run.method} on {run.dataset}: {state}"),

@@ -135,7 +135,8 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     last, totals = run.last(*run.columns[0]) if run.columns else Score(), run.totals
     return row | {
         "method": run.method, "dataset": run.dataset, "stage": status.stage, "done": run.done,
-        "planned": run.planned, "clients": len(run.clients), "metric": run.metric_title,
+        "planned": run.planned, "clients": len(run.clients),
+        "metric": f"{run.metric_title} ({', '.join(run.columns[0])})" if run.columns else "",
         "metric_name": run.metric,
         "mean": last.mean, "worst": last.worst,
         "bytes": float(totals["bytes_up"] + totals["bytes_down"]),
