@@ -180,7 +180,7 @@ def test_three_kinds_of_accuracy(tmp_path):
     summary = run(fedtype(), tmp_path / "run")
     assert summary["headline"] == "personal"
     for protocol in ("personal", "common"):
-        assert set(summary["accuracy"][protocol]) == {"private", "proxy", "global"}
+        assert set(summary["accuracy"][protocol]) == {"private", "proxy", "ensemble", "global"}
     common = summary["accuracy"]["common"]["global"]
     assert len(set(common["per_client"].values())) == 1
     figures = records(tmp_path / "run")[-1]["method"]

@@ -88,7 +88,7 @@ def test_kinds_besides_the_private_model(tmp_path):
     with without_figures():
         summary = run(config, tmp_path / "run")
     client = open_client(tmp_path / "run", "client-1")
-    assert set(client.kinds) == {"private", "proxy", "global"}
+    assert set(client.kinds) == {"private", "proxy", "ensemble", "global"}
     scores = summary["accuracy"]["common"]["proxy"]["per_client"]
     assert client.accuracy("proxy")["common"] == scores["client-1"]
     with pytest.raises(
