@@ -214,6 +214,8 @@ class Run:
         names = self.last(protocol, kind).per_client
         recorded = self.last_evaluated.tested.get(protocol, {}) if self.last_evaluated else {}
         counts = [recorded[name] for name in names if name in recorded]
+        if protocol == "common" and [*names] == ["server"]:  # The server evaluates its own model.
+            return effective_samples([*recorded.values()], protocol)
         if counts and len(counts) == len(names):
             return effective_samples(counts, protocol)
         size = TEST_SAMPLES.get(str(self.settings.get("data.dataset")).partition(":")[0])

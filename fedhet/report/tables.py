@@ -20,7 +20,8 @@ from rich.text import Text
 
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.data.tasks import find_task
-from fedhet.report.comparison import Spread
+from fedhet.report.comparison import Spread, smallest
+from fedhet.report.differences import sample_error, samples_text
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest, where
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH, NAN
 from fedhet.runs.units import ABSENT, difference, plural, printable, score, spans
@@ -258,28 +259,26 @@ def baseline_line(run: Run) -> str:
 def better_kind_line(run: Run) -> str:
     """Return a line about a kind of model with a better score than the headline kind, or "".
 
-    The difference must exceed twice the sampling error of a difference between two models on the
-    same test samples, whose upper bound is the binomial error of two independent accuracies.
-    Metrics other than the accuracy, and unknown numbers of test samples, have no such error.
+    The difference must exceed twice the error due to the number of test samples. Metrics other than
+    the accuracy, and unknown numbers of test samples, have no such error.
     """
-    counts = run.partition.test_samples if run.partition else {}
     if not run.columns or run.metric != ACCURACY:
         return ""
     protocol, kind = run.columns[0]
-    count, headline = counts.get(protocol, 0), run.last(protocol, kind).mean
+    headline = run.last(protocol, kind).mean
     others = [each for each in run.kinds(protocol)[1:] if each not in HELD_OUT_KINDS]
     scores = {each: run.last(protocol, each).mean for each in others}
     best = max(scores, key=lambda each: scores[each], default="")
-    if not best or not count:
+    samples = smallest(run.test_samples(protocol, each) for each in (kind, best)) if best else None
+    if samples is None:
         return ""
-    variances = [p * (1 - p) / count for p in (headline, scores[best])]
-    error = math.sqrt(sum(variances))
+    error = sample_error(scores[best] - headline, samples)
     if not scores[best] - headline > 2 * error:
         return ""
     return (
-        f"the kind {best} has a higher score than the headline kind {kind}, {where(protocol)}: "
-        f"{score(scores[best])} instead of {score(headline)}, a difference of more than two "
-        f"sampling errors ({score(error)}, {count:,} test samples)"
+        f"the kind {best} has a higher score than the headline kind {kind} {where(protocol)}: "
+        f"{score(scores[best])} instead of {score(headline)}, which is more than twice the error "
+        f"({score(error)}) due to {samples_text([samples])}"
     )
 
 
