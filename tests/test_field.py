@@ -139,7 +139,7 @@ def made(tmp_path, tops, seeds=(0, 1)):
     return collect(plan)
 
 
-def test_personal_is_of_own_models_and_common_of_the_one_for_all(tmp_path):
+def test_accuracies_are_of_the_headline_models(tmp_path):
     results = made(tmp_path, {"central": 0.9, "local": 0.5, "felo": 0.7})
     for each in results.plan.every:
         for seed, run in each.runs.items():
@@ -147,8 +147,8 @@ def test_personal_is_of_own_models_and_common_of_the_one_for_all(tmp_path):
             own = "global" if each.method == "central" else "private"
             shared = "private" if each.method == "local" else "global"
             for measure, protocol, kind, statistic in (
-                ("personal", "personal", own, "mean"),
-                ("worst client", "personal", own, "worst"),
+                ("personal", "personal", shared, "mean"),
+                ("worst client", "personal", shared, "worst"),
                 ("common", "common", shared, "mean"),
                 ("common, own models", "common", own, "mean"),
             ):
@@ -171,10 +171,7 @@ def test_costs_end_where_nine_tenths_of_the_ceiling_are_reached(protocol, tmp_pa
                 if (e.method, e.cell) == ("central", each.cell)
             )
             target = 0.9 * lines_of(ceiling)[-1]["accuracy"][protocol]["global"]["mean"]
-            own, shared = {"central": ("global",) * 2, "felo": ("private", "global")}.get(
-                each.method, ("private",) * 2
-            )
-            kind = own if protocol == "personal" else shared
+            kind = "private" if each.method == "local" else "global"
             sent = seconds = 0.0
             expected = (math.nan, math.nan)
             for line in lines_of(run.directory):
@@ -332,6 +329,6 @@ def test_the_csv_has_the_numbers_of_the_runs(tmp_path):
                if r["method"] == "fedavg")  # fmt: skip
     run = next(tmp_path.glob("runs/fedavg-*/seed-0/summary.json"))
     found = json.loads(run.read_text())
-    assert float(row["personal"]) == found["accuracy"]["personal"]["private"]["mean"]
+    assert float(row["personal"]) == found["accuracy"]["personal"]["global"]["mean"]
     assert float(row["common"]) == found["accuracy"]["common"]["global"]["mean"]
     assert float(row["bytes"]) == found["bytes_up"] + found["bytes_down"]

@@ -503,7 +503,7 @@ class Regression(Task):
     def average(self, outputs: Tensor) -> Tensor:
         """Return the mean of the outputs, with the quantiles of each model in ascending order."""
         if self.quantiles:
-            by_target = outputs.unflatten(2, (-1, len(self.quantiles)))
+            by_target = outputs.reshape(*outputs.shape[:2], -1, len(self.quantiles))
             outputs = by_target.sort(3).values.flatten(2)
         return outputs.mean(0)
 

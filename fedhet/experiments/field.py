@@ -36,6 +36,8 @@ from fedhet.report.tables import (
 from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus
 
+OWN = "private"
+"""Kind of each client's own model, which is shown in addition to the headline models."""
 CEILING = "central"
 SHARE = 0.9
 """Fraction of the accuracy of the method `CEILING`. The table shows the costs of reaching this
@@ -232,12 +234,12 @@ def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:
 
 def _accuracies(run: Run) -> dict[str, Value]:
     personal, common = (kind_of(run, protocol) for protocol in PROTOCOLS)
-    own = run.last("personal", personal)
+    own, kinds = run.last("personal", personal), run.kinds("common")
     return {
         "personal": own.mean,
         "worst client": own.worst,
         "common": run.last("common", common).mean,
-        "common, own models": run.last("common", personal).mean,
+        "common, own models": run.last("common", OWN if OWN in kinds else common).mean,
         "personal model": personal,
         "common model": common,
     }
