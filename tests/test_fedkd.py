@@ -320,7 +320,7 @@ def test_all_kinds_are_judged(tmp_path):
 def test_the_matrix_is_saved_with_the_mentor_and_takes_no_part_in_prediction(tmp_path):
     run(fedkd(rounds=1, max_samples=240), tmp_path / "run")
     trained = open_client(tmp_path / "run", "client-1")
-    assert trained.kinds == ("private", "proxy", "ensemble")
+    assert trained.kinds == ("private", "proxy", "ensemble", "global")
     export(trained, "pt2", tmp_path / "mentor.pt2")
     x = torch.rand(5, *trained.record.shape)
     found = torch.export.load(tmp_path / "mentor.pt2").module()(x).detach().numpy()

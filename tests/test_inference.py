@@ -93,7 +93,7 @@ def test_kinds_besides_the_private_model(tmp_path):
     assert client.accuracy("proxy")["common"] == scores["client-1"]
     with pytest.raises(
         StateError,
-        match="must be one of private, proxy, global, got 'proxi'; did you",
+        match="must be one of private, proxy, ensemble, global, got 'proxi'; did you",
     ):
         client.model("proxi")
 
