@@ -32,7 +32,7 @@ def test_a_run_ends_with_a_table_and_a_report(tmp_path):
     out = tmp_path / "one"
     result = CliRunner().invoke(app, ["run", "local", *OPTIONS, "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert "round   2  accuracy (common)" in result.output
+    assert "round   2  accuracy (common, private)" in result.output
     assert re.search(r"client-3 +cnn2", result.output)
     assert f"report: {out}/report.html" in result.output
     assert (out / "report.html").exists()
