@@ -10,11 +10,26 @@ from federation import Server, records, run, small
 from flwr.common import parameters_to_ndarrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruption import Notices
 
+from fedhet.algorithms.rounds import malicious_clients
 from fedhet.base.errors import SettingsError
+from fedhet.client_runtime.node import open_client
+from fedhet.client_runtime.samples import poisoned
+from fedhet.config.resolve import check_deployable, resolve
+from fedhet.data.spec import Split
 from fedhet.methods.registry import find_method
 from fedhet.server import attacks
-from fedhet.server.attacks import Attack, Benign, far_vector, lie, ofom, paf, z_max
+from fedhet.server.attacks import (
+    Attack,
+    Benign,
+    ByzantineClients,
+    far_vector,
+    lie,
+    ofom,
+    paf,
+    z_max,
+)
 from fedhet.server.round import RoundState
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField, poisonable
 from fedhet.wire.knowledge import Knowledge, decode
@@ -25,7 +40,7 @@ CLASSWISE = Contract(
     (
         TensorField("classes", "int64", ("P",), "classes", ids="C"),
         TensorField("logits", "float32", ("P", "C"), "logits of each"),
-        TensorField("counts", "int64", ("P",), "samples of each"),
+        TensorField("counts", "int64", ("P",), "samples of each", counts=True),
     )
 )
 
@@ -440,3 +455,127 @@ def test_an_attack_is_the_same_every_time(tmp_path):
     assert one.state.record.method == two.state.record.method
     for name, knowledge in saw.items():
         np.testing.assert_array_equal(knowledge.tensors["logits"], again[name].tensors["logits"])
+
+
+# --- clients that poison their data, and claim samples ------------------------------------------
+
+
+def test_label_flipping_reverses_the_order_of_the_classes():
+    x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 3, 9])
+    flipped = poisoned(Split(x, y), "label-flip", 10, 0, "client-1")
+    assert flipped.y.tolist() == [9, 6, 0]
+    assert torch.equal(flipped.x, x)
+    assert y.tolist() == [0, 3, 9], "the samples are shared"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_backdoor_marks_half_of_the_images(dtype):
+    x = (torch.arange(10 * 8 * 8) % 200).reshape(10, 1, 8, 8).to(dtype)
+    y, before = torch.arange(10) % 5 + 1, x.clone()
+    changed = poisoned(Split(x, y), "backdoor", 10, 0, "client-1")
+    assert torch.equal(x, before), "the samples are shared"
+    marked = (changed.x != x).flatten(1).any(1)
+    assert marked.sum() == 5
+    assert torch.equal(changed.y, torch.where(marked, 0, y))
+    largest = 255 if dtype == torch.uint8 else changed.x.max()
+    assert (changed.x[marked][..., 6:, 6:] == largest).all()
+    assert torch.equal(changed.x[..., :6, :], x[..., :6, :])
+    again = poisoned(Split(x, y), "backdoor", 10, 0, "client-1")
+    assert torch.equal(again.x, changed.x)
+
+
+CLAIMS = {"attack.claimed-samples": 10**8}
+
+
+@pytest.mark.parametrize("kind", ["label-flip", "backdoor"])
+def test_only_the_malicious_clients_poison_their_training_data(kind, tmp_path):
+    few = {"clients": 5, "attack.attackers": 2, **CLAIMS}
+    server = Server(small("felo", attack=kind, **few), tmp_path / "attacked")
+    other = Server(small("felo", clients=5), tmp_path / "honest")
+    malicious = malicious_clients(0, [f"client-{k}" for k in range(5)], 2)
+    for proxy, twin in zip(
+        server.manager.all().values(), other.manager.all().values(), strict=True
+    ):
+        client, honest = (open_client(each._config, each._node) for each in (proxy, twin))
+        assert client.info == honest.info
+        is_malicious = client.info.name in malicious
+        assert torch.equal(client.y, honest.y) != is_malicious
+        assert torch.equal(client.x, honest.x) != (is_malicious and kind == "backdoor")
+        for name, split in client.tests.items():
+            assert torch.equal(split.x, honest.tests[name].x)
+            assert torch.equal(split.y, honest.tests[name].y)
+        claim = client.get_properties({})["samples"]
+        assert claim == (10**8 if is_malicious else honest.info.samples)
+
+
+def test_claimed_samples_count_at_most_twice_the_median(tmp_path):
+    """Class counts are claimed, too, and limited to the client's number of samples."""
+    notices = Notices()
+    config = small("felo", attack="label-flip", clients=5, rounds=1, models="mlp", **CLAIMS)
+    run(config, tmp_path / "run", [notices])
+    (name,) = malicious_clients(0, [f"client-{k}" for k in range(5)], 1)
+    (notice,) = [text for text in notices.texts if "100000000" in text]
+    assert f"client {name} reported 100000000 samples" in notice
+    assert "2 times the median" in notice
+    (record,) = records(tmp_path / "run")
+    assert record["method"]["poisoned"] == 1
+
+
+def test_claimed_class_counts_have_the_claimed_sum():
+    config = small("felo", attack="label-flip", **CLAIMS)
+    step = ByzantineClients(config.run, CLASSWISE, RoundState(1, print), ["client-0"])
+    tensors = {
+        "classes": np.array([0, 2]),
+        "logits": np.ones((2, 4), np.float32),
+        "counts": np.array([3, 1]),
+    }
+    changed = step.poison(1, Knowledge(tensors)).tensors
+    assert changed["counts"].tolist() == [75_000_000, 25_000_000]
+    assert np.array_equal(changed["logits"], tensors["logits"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attack.claimed-samples": 5}, "'attack.claimed-samples'.*0 if 'attack.kind' is none"),
+        ({"attack.kind": "lie", **CLAIMS}, "'attack.claimed-samples'.*0 if 'attack.kind' is lie"),
+        (
+            {"attack.kind": "label-flip", "data.task": "regression"},
+            "'attack.kind'.*the task is regression",
+        ),
+        (
+            {"attack.kind": "backdoor", "data.dataset": "breast-cancer"},
+            "'data.dataset'.*square in an image",
+        ),
+        ({"method": "central", "attack.kind": "label-flip"}, "send nothing that they train"),
+    ],
+)
+def test_an_impossible_attack_is_rejected(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve({"method": "fedavg", **changes})
+
+
+def test_clients_poison_their_data_only_in_simulations():
+    for changes in ({"attack.kind": "backdoor"}, {"attack.kind": "scale", **CLAIMS}):
+        with pytest.raises(SettingsError, match="in a deployment"):
+            check_deployable(resolve({"method": "fedavg", **changes}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("average", ["krum", "filter"])
+@pytest.mark.parametrize("method", ["fedavg", "felo", "fedtype"])
+def test_claimed_samples_do_not_make_label_flipping_succeed(method, average, tmp_path):
+    """One of ten clients flips labels; the honest clients lose little accuracy."""
+    base = {
+        "clients": 10, "rounds": 5, "local_epochs": 2, "max_samples": 0, "max_test_samples": 0,
+        "alpha": 1.0, "models": "mlp", "defense.average": average,
+    }  # fmt: skip
+    (name,) = malicious_clients(0, [f"client-{k}" for k in range(10)], 1)
+    spec = find_method(method).spec
+    means = []
+    for attack in ({}, {"attack": "label-flip", **CLAIMS}):
+        found = run(small(method, **base, **attack), tmp_path / f"run-{len(means)}")["accuracy"]
+        kinds = found[spec.headline].values()
+        each = [[v for n, v in kind["per_client"].items() if n != name] for kind in kinds]
+        means.append(np.mean([np.mean(values) for values in each]))
+    assert means[1] >= means[0] - 0.1

@@ -1,24 +1,33 @@
 """The defense against one malicious client: clipping, exclusion, and robust averages."""
 
+import copy
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 from federation import Server, records, run, small
 from interruption import Notices
 
+from fedhet.algorithms import robust
 from fedhet.algorithms.classwise import class_average
+from fedhet.algorithms.rounds import malicious_clients
 from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import OnDemand, group
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.methods.registry import find_method, method_names
-from fedhet.server.attacks import ByzantineClients, malicious_clients
+from fedhet.runs.measures import Measured
+from fedhet.server.attacks import ByzantineClients
 from fedhet.server.defense import Defense, distances
+from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.server.steps import scaled_down
-from fedhet.settings.defense import ROBUST, DefenseSettings
+from fedhet.settings import defense as defense_settings
+from fedhet.settings.defense import CHOOSING, ROBUST, RULES, DefenseSettings, Rule
 from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 MODELS = Contract((WeightsField("weights", "weights"),))
@@ -321,14 +330,141 @@ def test_one_of_nine_hundred_times_the_size_is_scaled_down(tmp_path):
     assert size[name] == pytest.approx(4 * others, rel=1e-3)
 
 
-def test_without_anyone_that_stands_out_a_filter_changes_nothing(tmp_path):
-    """Accuracies and bytes are bit-for-bit equal."""
-    both = [
-        run(small("fedavg", **{**FEW, "defense.average": average}), tmp_path / average)
-        for average in ("mean", "filter")
-    ]
-    assert both[0]["accuracy"] == both[1]["accuracy"]
-    assert both[0]["bytes_up"] == both[1]["bytes_up"]
+def test_without_an_outlier_the_filter_returns_the_mean_with_equal_weights(tmp_path):
+    """The clients have different numbers of samples; NumPy averages their replies."""
+    server = Server(small("fedavg", **{**FEW, "defense.average": "filter"}), tmp_path)
+    assert len({member.info.samples for member in server.strategy.members.values()}) > 1
+    sent = []
+    watch_replies(server, lambda reply: sent.append(copy.deepcopy({**reply.knowledge.tensors})))
+    server.play(1)
+    assert len(sent) == 5
+    for name, value in server.strategy.averaged["weights"].items():
+        if not np.issubdtype(value.dtype, np.floating):
+            continue
+        each = [tensors[f"weights/{name}"] for tensors in sent]
+        np.testing.assert_allclose(value, np.mean(each, 0), rtol=1e-5, atol=1e-7)
+
+
+# --- claimed numbers of samples ---------------------------------------------------------------
+
+
+def watch_replies(server, watch):
+    """Call `watch` with each decoded reply; a result other than None replaces the reply."""
+    decode_all = server.strategy._codec.decode_all
+
+    def decoded(*args):
+        for reply in decode_all(*args):
+            yield watch(reply) or reply
+
+    server.strategy._codec.decode_all = decoded
+
+
+def claiming(reply):
+    """Let the first client claim many samples, also of each class."""
+    if reply.client.name != "client-0":
+        return None
+    counts = reply.knowledge.tensors.get("counts")
+    claimed = {} if counts is None else {"counts": counts + 10**6}
+    client = replace(reply.client, samples=10**8)
+    return replace(reply, client=client, knowledge=reply.knowledge.replacing(claimed))
+
+
+def state_after_a_round(config, directory, watch=None):
+    server = Server(config, directory)
+    if watch:
+        watch_replies(server, watch)
+    server.play(1)
+    return server.strategy.state_dict()
+
+
+CLAIMABLE = {
+    "fedavg": {},
+    "fedtype": {},
+    "felo": {"felo.weighting": "samples"},
+    "fedproto": {"fedproto.weighting": "samples"},
+    "fedgen": {"fedgen.server-steps": 2},
+    "heterofl": {"heterofl.weighting": "samples"},
+}
+
+
+@pytest.mark.parametrize("method", CLAIMABLE)
+@pytest.mark.parametrize("average", ["filter", "krum", "median"])
+def test_claimed_samples_change_no_aggregate(method, average, tmp_path):
+    """Bit-for-bit equal, whether or not a client claims a hundred million samples."""
+    models = {"models": "mlp"} if method == "felo" else {}
+    config = small(method, **{**FEW, **models, **CLAIMABLE[method], "defense.average": average})
+    honest = state_after_a_round(config, tmp_path / "honest")
+    claimed = state_after_a_round(config, tmp_path / "claimed", claiming)
+    assert honest.keys() == claimed.keys()
+    for name, value in honest.items():
+        assert np.array_equal(value, claimed[name]), name
+
+
+def test_claimed_samples_buy_no_model_of_a_rare_architecture(tmp_path):
+    """The median does not combine the weights of two clients, which have the same weight then."""
+    config = small("felo", **{**FEW, "clients": 4, "defense.average": "median"})
+    honest = state_after_a_round(config, tmp_path / "honest")
+    claimed = state_after_a_round(config, tmp_path / "claimed", claiming)
+    for name, value in honest.items():
+        assert np.array_equal(value, claimed[name]), name
+
+
+def test_with_the_mean_claimed_samples_change_the_aggregate(tmp_path):
+    config = small("fedavg", **FEW)
+    honest = state_after_a_round(config, tmp_path / "honest")
+    claimed = state_after_a_round(config, tmp_path / "claimed", claiming)
+    assert not all(np.array_equal(value, claimed[name]) for name, value in honest.items())
+
+
+def test_the_weight_of_a_late_reply_still_depends_on_its_age():
+    client = ClientInfo("client-1", "mlp", 10**8, 2, "table", (4,))
+    sent = Knowledge({"counts": np.array([7, 10**8]), "classes": np.array([0, 1])})
+    replies = [Reply(client, sent, Measured({}), age=age) for age in (0, 3)]
+    equal = [reply.with_equal_weight(("counts", "absent")) for reply in replies]
+    assert [reply.weight for reply in equal] == [1.0, pytest.approx(1 / np.sqrt(1 + 3))]
+    for reply in equal:
+        assert reply.samples == reply.client.samples == 1
+        assert reply.knowledge.tensors["counts"].tolist() == [1, 1]
+        assert reply.knowledge.tensors["classes"].tolist() == [0, 1]
+
+
+def test_every_declared_number_of_samples_is_a_weight():
+    """Methods declare which values are claimed numbers of samples."""
+    names = {name: find_method(name).spec.replies for name in method_names()}
+    assert {n for n, replies in names.items() if replies.counts} >= {"felo", "fedproto", "fedgen"}
+    for name, replies in names.items():
+        assert all((f.name in replies.counts) == (f.name == "counts") for f in replies.fields), name
+
+
+# --- the table of rules -----------------------------------------------------------------------
+
+
+def test_each_rule_has_one_function():
+    assert ("mean", *RULES) == get_args(defense_settings.Average)
+    assert set(robust.SELECTIONS) == {name for name, rule in RULES.items() if rule.selects}
+    assert set(robust.COMBINATIONS) == {name for name, rule in RULES.items() if not rule.selects}
+    assert set(ROBUST) == set(RULES)
+    assert set(CHOOSING) == set(robust.SELECTIONS)
+
+
+def test_a_new_rule_is_a_row_and_a_function(monkeypatch):
+    monkeypatch.setitem(RULES, "first", Rule("the first reply", selects=True, margin=2))
+    first = lambda squared, fraction: np.arange(len(squared)) < 1  # noqa: E731
+    settings = DefenseSettings().model_copy(update={"average": "first"})
+    step = Defense(settings, MODELS, RoundState(1, print))
+    replies = [model(each) for each in near((6, 5), 5)]
+    with pytest.raises(KeyError, match="first"):  # never the filter
+        step.included(replies)
+    monkeypatch.setitem(robust.SELECTIONS, "first", first)
+    assert step.included(replies).tolist() == [True, False, False, False, False]
+    assert robust.min_replies("first", 2) == 6
+
+
+def test_an_unknown_rule_is_an_error():
+    with pytest.raises(SettingsError, match=r"'defense.average'.*trimmed-mean"):
+        small("fedavg", **{"defense.average": "bulyan"})
+    with pytest.raises(KeyError, match="bulyan"):
+        robust.min_replies("bulyan", 1)
 
 
 # --- who replies first ------------------------------------------------------------------------
@@ -380,10 +516,8 @@ def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
     least = 7 if average == "krum" else 5
     honest = near((40,), least - 2, 0.01)
     values = [*honest, -honest[0], -honest[1]]
-    replies = [SimpleNamespace(knowledge=model(each)) for each in values]
-    for reply in replies:
-        reply.client, reply.measured = SimpleNamespace(name="c"), None
-        reply.with_knowledge = lambda knowledge: SimpleNamespace(knowledge=knowledge)
+    client = ClientInfo("c", "mlp", 10, 2, "table", (4,))
+    replies = [Reply(client, model(each), Measured({})) for each in values]
     state = SimpleNamespace(
         record=SimpleNamespace(round=1, asked=list("abcdefghij"), late=[]),
         record_measured=lambda *_: None,

@@ -272,7 +272,8 @@ def test_the_kind_server_is_the_edges_extractor_and_the_servers_model(tmp_path):
 )
 def test_a_reply_of_too_few_or_too_many_rows_is_refused(tmp_path, rows, fault):
     strategy = Server(gkt(), tmp_path).strategy
-    info = SimpleNamespace(name="client-1", samples=30)
+    info = SimpleNamespace(name="client-1", samples=1)  # as after a robust aggregation rule
+    strategy.members = {"client-1": SimpleNamespace(info=SimpleNamespace(samples=30))}
     with pytest.raises(KnowledgeError, match=f"client-1.*labels.*{fault}"):
         strategy.accept(1, reply_of(info, rows))
     for kept in (2, 30):

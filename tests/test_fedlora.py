@@ -13,6 +13,7 @@ from interruption import cut_and_resumed
 from rounds import PLAIN, altered, clients, instruction_of, learn, reply_of, same, state_of
 
 from fedhet.algorithms.adapters import factors_of
+from fedhet.algorithms.rounds import malicious_clients
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.data.texts import VARIABLE
 from fedhet.inference.client import open_client
@@ -20,7 +21,6 @@ from fedhet.inference.export import export
 from fedhet.methods.fedlora import with_rank
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import base_digest
-from fedhet.server.attacks import malicious_clients
 from fedhet.settings.defense import ROBUST
 
 RULES = ("average", "sparsity", "svd", "rank-partition", "freeze-a")

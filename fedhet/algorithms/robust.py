@@ -9,10 +9,12 @@ exclude outliers, and need only the distances between clients.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from fedhet.base.arrays import Array
+from fedhet.settings.defense import RULES
 
 STEPS, TOLERANCE = 100, 1e-8
 """Maximum number of Weiszfeld iterations, and the change in weights below which they stop."""
@@ -42,7 +44,7 @@ def min_replies(average: str, malicious: int) -> int:
 
     A majority must be honest. Krum needs two more replies (Blanchard et al., Proposition 4.2).
     """
-    return 2 * malicious + (3 if average == "krum" else 1)
+    return 2 * malicious + RULES[average].margin
 
 
 def trimmed_mean(points: Array, fraction: float) -> Array:
@@ -193,3 +195,44 @@ def _largest_variance(squared: Array, weights: Array) -> tuple[float, Array]:
     values, vectors = np.linalg.eigh(root[:, None] * inner * root[None, :])
     along = values[-1] * vectors[:, -1] ** 2
     return float(values[-1]), np.divide(along, p, out=np.zeros_like(along), where=p > 0)
+
+
+# --- the function of each rule in `settings.defense.RULES`
+
+Stacks = Callable[[str], Array]
+"""Function that returns the values [K, ...] of K clients for the tensor with the given name."""
+
+
+def _medians(stack: Stacks, names: Sequence[str], fraction: float) -> Iterator[Array]:
+    return (trimmed_mean(stack(name), 0.5) for name in names)
+
+
+def _trimmed_means(stack: Stacks, names: Sequence[str], fraction: float) -> Iterator[Array]:
+    return (trimmed_mean(stack(name), fraction) for name in names)
+
+
+def _geometric_medians(stack: Stacks, names: Sequence[str], fraction: float) -> Iterator[Array]:
+    """Yield the parts of the geometric median, computed over all tensors together."""
+    total: Array = np.zeros(())
+    for name in names:
+        values = stack(name)
+        points = values.reshape(len(values), -1)
+        total = total + np.nan_to_num(mean_squares(points)) * points.shape[1]
+    weights = geometric_weights(total)
+    for name in names:
+        yield weighted_mean(stack(name), weights)
+
+
+SELECTIONS: Mapping[str, Callable[[Array, float], Array]] = {
+    "krum": krum,
+    "filter": filter_clients,
+}
+"""Functions of the rules that select: from the squared distances [K, K] and the fraction of
+malicious clients to a mask [K] of the selected clients."""
+COMBINATIONS: Mapping[str, Callable[[Stacks, Sequence[str], float], Iterator[Array]]] = {
+    "median": _medians,
+    "trimmed-mean": _trimmed_means,
+    "geometric-median": _geometric_medians,
+}
+"""Functions of the rules that combine: from the stacks of a field's tensors, their names, and the
+fraction of malicious clients to one robust value per tensor."""

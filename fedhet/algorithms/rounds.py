@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
@@ -91,6 +91,12 @@ def clients_to_sample(needed: int, over_selection: float) -> int:
 def is_hit(seed: int, client: str, round: int, fault: Fault, probability: float) -> bool:
     """Decide at random whether a simulated client has `fault` in a round."""
     return probability > 0 and bool(numpy_rng(seed, client, round, fault).random() < probability)
+
+
+def malicious_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
+    """Draw the malicious clients of a run, independently of clients that join or leave later."""
+    order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
+    return set(order[:count])
 
 
 def honest_majority(run: RunSettings) -> tuple[int, int, int]:

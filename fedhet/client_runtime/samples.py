@@ -8,17 +8,20 @@ without the data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from torch import Tensor, nn
 
+from fedhet.algorithms.rounds import malicious_clients
 from fedhet.base.disk import expanded, read_json, write_text
 from fedhet.base.errors import DataError, StateError
+from fedhet.base.seeding import numpy_rng
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labeled_parts
@@ -38,7 +41,7 @@ from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
 from fedhet.runs.storage import CHECKPOINTS
-from fedhet.settings.run import PLACE
+from fedhet.settings.run import PLACE, held_out_clients
 from fedhet.wire.identity import (
     MAX_CLASSES,
     MAX_SAMPLES,
@@ -46,6 +49,7 @@ from fedhet.wire.identity import (
     SERVER,
     ClientInfo,
     class_names_digest,
+    client_name,
 )
 
 Record = TypeVar("Record", bound="ClientRecord")
@@ -83,6 +87,8 @@ class ClientSamples:
     schema: TableSchema | None = None
     """Schema of the columns if the samples come from a user's table."""
     task: Task = CLASSIFICATION
+    claimed: int = 0
+    """Number of samples that a simulated malicious client claims; 0 for its true number."""
 
     def within_space(self, model: nn.Module) -> nn.Module:
         """Restrict the predictions of `model` to the client's classes."""
@@ -126,6 +132,9 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     task = data.task.with_settings(run.data)
     outputs, space = task.outputs(len(data.classes)), data.space
     space = space if len(space) < len(data.classes) else tuple(range(outputs))
+    is_malicious = node.name in _simulated_attackers(config, node)
+    if is_malicious and run.attack.poisons_data:
+        labeled = poisoned(labeled, run.attack.kind, outputs, run.seed, node.name)
     labeled, unlabeled = _placed(compute, labeled, unlabeled)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
     if (common := data.common) is not None:
@@ -158,7 +167,55 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         data.stored,
         data.schema,
         task,
+        run.attack.claimed_samples * is_malicious,
     )
+
+
+def _simulated_attackers(config: Config, node: Node) -> Set[str]:
+    """Return the malicious clients of a simulation; a site with its own data is never malicious."""
+    run = config.run
+    if node.folder or not (run.attack.poisons_data or run.attack.claimed_samples):
+        return frozenset()
+    indices = sorted({*range(run.clients)} - held_out_clients(run))
+    names = [client_name(index, run.clients) for index in indices]
+    return malicious_clients(run.seed, names, run.attack.attackers or 1)
+
+
+BACKDOOR_CLASS = 0
+"""Class that a backdoor makes a model predict for images with the trigger."""
+
+
+def poisoned(samples: Split, kind: str, classes: int, seed: int, client: str) -> Split:
+    """Return the training samples of a malicious client.
+
+    Label flipping replaces class c of C classes with C - 1 - c (Fang et al., Local Model Poisoning
+    Attacks to Byzantine-Robust Federated Learning, USENIX Security 2020, Section 4.1). A backdoor
+    adds a trigger to half of the images, and changes their class (Gu et al., BadNets,
+    arXiv:1708.06733).
+
+    Args:
+        samples: Labeled samples of the client.
+        kind: The attack, "label-flip" or "backdoor".
+        classes: Number of classes C.
+        seed: Seed of the run.
+        client: Name of the client.
+    """
+    if kind == "label-flip":
+        return Split(samples.x, classes - 1 - samples.y)
+    rows = numpy_rng(seed, "attack", "backdoor", client).permutation(len(samples))
+    chosen = torch.from_numpy(np.sort(rows[: len(samples) // 2]))
+    x, y = samples.x.clone(), samples.y.clone()
+    x[chosen], y[chosen] = with_trigger(x[chosen]), BACKDOOR_CLASS
+    return Split(x, y)
+
+
+def with_trigger(images: Tensor) -> Tensor:
+    """Return images [N, C, H, W] with a square of the maximum value in the bottom right corner."""
+    side = max(2, min(images.shape[-2:]) // 8)
+    marked = images.clone()
+    if len(images):
+        marked[..., -side:, -side:] = 255 if images.dtype == torch.uint8 else images.max()
+    return marked
 
 
 def client_data(config: Config, node: Node) -> ClientData:

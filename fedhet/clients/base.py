@@ -403,7 +403,8 @@ class HetClient(NumPyClient):
             except FedhetError as error:
                 return self.privacy.error_report(error)
         self.samples.warn_of_unused_unlabeled(self.run.method)
-        return dict(self.info.properties())
+        claimed = {"samples": self.samples.claimed} if self.samples.claimed else {}
+        return {**self.info.properties(), **claimed}
 
     def fit(
         self, parameters: NDArrays, config: dict[str, Scalar]

@@ -23,8 +23,8 @@ from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
-from fedhet.data.tasks import find_task, task_for
-from fedhet.kinds import KINDS, augmentation
+from fedhet.data.tasks import CLASSIFICATION, find_task, task_for
+from fedhet.kinds import IMAGE, KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
 from fedhet.privacy.sgd import check_supports_dp
@@ -243,9 +243,21 @@ def _check_against_malice(config: Config) -> None:
     """
     run, name, spec = config.run, config.method.name, config.method.spec
     kind, average, fraction = run.attack.kind, run.defense.average, run.defense.malicious_fraction
+    if run.attack.poisons_data:
+        problem, classes = f"the task is {find_task(run.data.task).name}", CLASSIFICATION.name
+        if not find_task(run.data.task).has_distribution:
+            raise invalid_setting("attack.kind", kind, f"none without the task {classes}", problem)
+        if kind == "backdoor" and sources.sample_kind(run.data) is not IMAGE:
+            problem = "the trigger is a square in an image"
+            raise invalid_setting("data.dataset", run.data.dataset, "images", problem)
     can_poison = poisonable if kind in ("paf", "lie", "ofom") else floating
-    if kind != "none" and not can_poison(spec.replies):
+    if run.attack.poisons_data:
+        problem = f"clients of {name} send nothing that they train"
+        is_possible = bool(spec.replies.fields) and not spec.simulation_only
+    else:
         problem = f"clients of {name} send neither logits nor weights"
+        is_possible = kind == "none" or bool(can_poison(spec.replies))
+    if not is_possible:
         raise invalid_setting("attack.kind", kind, "none", problem)
     if average not in ("mean", *spec.defenses):
         problem = f"unsupported by {name}{f' ({spec.robustness})' if spec.robustness else ''}"
@@ -436,6 +448,12 @@ def check_deployable(config: Config) -> None:
         raise invalid_setting("method", config.method.name, expected, problem)
     if (held_out := config.run.data.held_out_clients) != 0:
         raise invalid_setting("data.held-out-clients", held_out, "0 in a deployment")
+    attack = config.run.attack
+    if attack.poisons_data:
+        raise invalid_setting("attack.kind", attack.kind, "another attack in a deployment")
+    if attack.claimed_samples:
+        claimed = attack.claimed_samples
+        raise invalid_setting("attack.claimed-samples", claimed, "0 in a deployment")
     for name, required in SIMULATED_ONLY.items():
         if (value := getattr(config.run.pace, name)) != required:
             raise invalid_setting(f"pace.{kebab(name)}", value, f"{required} in a deployment")

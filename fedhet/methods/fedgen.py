@@ -102,7 +102,9 @@ SPEC = replace(
             WeightsField("weights", "head after training"),
             *all_or_none(
                 TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
-                TensorField("counts", "int64", ("P",), "number of samples per class", low=1),
+                TensorField(
+                    "counts", "int64", ("P",), "number of samples per class", low=1, counts=True
+                ),
             ),
         )
     ),

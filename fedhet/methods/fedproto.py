@@ -63,7 +63,9 @@ SPEC = MethodSpec(
             TensorField(
                 "features", "float32", ("P", "D"), "prototype of each class, i.e. its mean features"
             ),
-            TensorField("counts", "int64", ("P",), "number of samples of each class", low=1),
+            TensorField(
+                "counts", "int64", ("P",), "number of samples of each class", low=1, counts=True
+            ),
         )
     ),
     privacy=Protection(CLASS_SUMS, vectors=1),

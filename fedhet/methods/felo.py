@@ -85,7 +85,9 @@ SPEC = MethodSpec(
             TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField("features", "float32", ("P", "D"), "mean features of each class"),
             TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
-            TensorField("counts", "int64", ("P",), "number of samples of each class", low=1),
+            TensorField(
+                "counts", "int64", ("P",), "number of samples of each class", low=1, counts=True
+            ),
             WeightsField("weights", "weights of the private model", required=False),
         )
     ),

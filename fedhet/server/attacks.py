@@ -9,7 +9,8 @@ like all other clients.
 
 The other kinds of attack need no knowledge of other clients, and affect the same clients in all
 rounds. Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML 2018) study such Byzantine clients, but
-the kinds of attack implemented here are not from a paper.
+the kinds of attack implemented here are not from a paper. With a poisoned dataset (`label-flip`,
+`backdoor`), the clients poison their own samples (`client_runtime.samples`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from fedhet.algorithms.rounds import malicious_clients
 from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
@@ -270,12 +272,6 @@ def _statistics(name: str, honest: Knowledge, benign: Sequence[Knowledge], ids: 
     return Benign(len(stack), np.nanmean(stack, axis=0), np.nanstd(stack, axis=0))
 
 
-def malicious_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
-    """Draw the malicious clients of a run, independently of clients that join or leave later."""
-    order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
-    return set(order[:count])
-
-
 class ByzantineClients:
     """Step that changes the replies of the run's malicious clients."""
 
@@ -305,12 +301,20 @@ class ByzantineClients:
         self._state.add_metrics({"poisoned": float(poisoned)})
 
     def poison(self, round: int, honest: Knowledge) -> Knowledge:
-        """Return the malicious reply that replaces a client's honest reply."""
-        tensors = dict(honest.tensors)
-        for field in floating(self.contract):
+        """Return the malicious reply that replaces a client's honest reply.
+
+        If the client's data is poisoned, only claimed numbers of samples change.
+        """
+        tensors, claimed = dict(honest.tensors), self.run.attack.claimed_samples
+        for field in () if self.run.attack.poisons_data else floating(self.contract):
             for name, value in honest.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     tensors[name] = self._poison_tensor(round, name, value, field)
+        for name in self.contract.counts if claimed else ():
+            if (counts := tensors.get(name)) is not None and counts.size:
+                tensors[name] = np.maximum(counts * (claimed / counts.sum()), 1).astype(
+                    counts.dtype
+                )
         return Knowledge(tensors, honest.scalars)
 
     def _poison_tensor(self, round: int, name: str, value: Array, field: Field) -> Array:

@@ -16,21 +16,18 @@ from typing import Any
 import numpy as np
 
 from fedhet.algorithms.robust import (
-    filter_clients,
-    geometric_weights,
-    krum,
+    COMBINATIONS,
+    SELECTIONS,
     max_malicious,
     mean_squares,
     min_replies,
     relative_distances,
-    trimmed_mean,
-    weighted_mean,
 )
 from fedhet.algorithms.weights import as_type
 from fedhet.base.arrays import Array
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
-from fedhet.settings.defense import CHOOSING, DefenseSettings
+from fedhet.settings.defense import RULES, DefenseSettings
 from fedhet.wire.contract import (
     Contract,
     Field,
@@ -50,8 +47,9 @@ MIN_CLIENTS = 3
 class Defense:
     """Step that changes a round's replies so that their mean is a robust aggregate.
 
-    Krum and the filter exclude outliers. The medians and the trimmed mean replace the clients'
-    comparable values with one robust value, so that their mean equals this value.
+    A rule either excludes outliers, or replaces the clients' comparable values with one robust
+    value, so that their mean equals this value. All replies that pass have the same weight in every
+    method, because a malicious client could otherwise claim many samples.
     """
 
     def __init__(self, settings: DefenseSettings, contract: Contract, state: RoundState) -> None:
@@ -79,47 +77,37 @@ class Defense:
                     record.round, len(replies), called, self.settings.average, malicious,
                     self.settings.malicious_fraction, required,
                 )  # fmt: skip
-        if self.settings.average in CHOOSING:
+        if RULES[self.settings.average].selects:
             included = self.included([reply.knowledge for reply in replies])
             for reply, is_included in zip(replies, included, strict=True):
                 if is_included:
-                    yield reply
+                    yield reply.with_equal_weight(self.contract.counts)
                 else:
                     self._state.record_measured(reply.client.name, reply.measured)
                     self._state.exclude_outlier(reply.client.name, self.settings.average)
         else:
             values = self.combined([reply.knowledge for reply in replies])
             for reply, tensors in zip(replies, values, strict=True):
-                yield reply.with_knowledge(reply.knowledge.replacing(tensors))
+                combined = reply.with_knowledge(reply.knowledge.replacing(tensors))
+                yield combined.with_equal_weight(self.contract.counts)
 
     def included(self, replies: Sequence[Knowledge]) -> Array:
         """Return a Boolean array of shape [K] that marks which of the K replies to aggregate."""
         squared = distances(self.contract, replies, self._fraction)
         if squared is None:
             return np.ones(len(replies), bool)
-        choose = krum if self.settings.average == "krum" else filter_clients
-        return choose(squared, self._fraction)
+        return SELECTIONS[self.settings.average](squared, self._fraction)
 
     def combined(self, replies: Sequence[Knowledge]) -> list[dict[str, Array]]:
         """Return the robust values that replace the tensors of each reply."""
         combined: list[dict[str, Array]] = [{} for _ in replies]
-        fraction = 0.5 if self.settings.average == "median" else self._fraction
+        combine = COMBINATIONS[self.settings.average]
         for field in floating(self.contract):
             for group in groups(self.contract, field, replies):
                 if len(group.clients) < MIN_CLIENTS:
                     continue
-                weights = None
-                # The geometric median is computed over all tensors of the field together.
-                if self.settings.average == "geometric-median":
-                    stacks = map(group.stack, group.names)
-                    squares = [np.nan_to_num(mean_squares(flat(s))) * s[0].size for s in stacks]
-                    weights = geometric_weights(np.asarray(sum(squares)))
-                for name in group.names:
-                    stack = group.stack(name)
-                    if weights is None:
-                        value = trimmed_mean(stack, fraction)
-                    else:
-                        value = weighted_mean(stack, weights)
+                robust = combine(group.stack, group.names, self._fraction)
+                for name, value in zip(group.names, robust, strict=True):
                     if isinstance(field, TensorField) and field.distribution:
                         value = value / value.sum(-1, keepdims=True)
                     for client in group.clients:

@@ -83,7 +83,10 @@ class Reply:
 
     @property
     def samples(self) -> int:
-        """The client's number of training samples, as reported when it joined."""
+        """The client's number of training samples, as reported when it joined.
+
+        With a robust aggregation rule, the number is 1, so that all clients have the same weight.
+        """
         return self.client.samples
 
     @property
@@ -110,6 +113,17 @@ class Reply:
     def with_knowledge(self, knowledge: Knowledge) -> Reply:
         """Return a copy of this reply with other content."""
         return replace(self, knowledge=knowledge, cached_magnitudes=None)
+
+    def with_equal_weight(self, counts: Iterable[str]) -> Reply:
+        """Return a copy without claimed numbers of samples, which would be weights in averages.
+
+        The client's number of samples and all values of the tensors in `counts` become 1. The
+        factor for the reply's age remains.
+        """
+        tensors = self.knowledge.tensors
+        ones = {name: np.ones_like(tensors[name]) for name in counts if name in tensors}
+        client = replace(self.client, samples=1)
+        return replace(self, client=client, knowledge=self.knowledge.replacing(ones))
 
 
 def medians(replies: Iterable[Magnitudes]) -> dict[str, float]:

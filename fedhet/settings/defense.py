@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from fedhet.settings.schema import CountOrNone, NonNegative, Positive, Schema, invalid_setting
 
-Average = Literal["mean", "median", "trimmed-mean", "geometric-median", "krum", "filter"]
-"""Rule for averaging the replies in a round; see `algorithms.robust`."""
-CHOOSING: tuple[Average, ...] = ("krum", "filter")
-"""Rules that exclude outlying replies and average the remaining replies."""
-ROBUST: tuple[Average, ...] = ("median", "trimmed-mean", "geometric-median", *CHOOSING)
-"""All rules except the mean."""
+
+@dataclass(frozen=True)
+class Rule:
+    """Declaration of a robust aggregation rule; its function is in `algorithms.robust`."""
+
+    help: str
+    """Noun phrase for the description of the setting."""
+    selects: bool
+    """Whether the rule selects replies, instead of combining their values into one value."""
+    margin: int = 1
+    """Number of replies that the rule needs in addition to two for each malicious client."""
+
+
+RULES: Mapping[str, Rule] = {
+    "median": Rule("coordinate-wise median", selects=False),
+    "trimmed-mean": Rule("coordinate-wise trimmed mean", selects=False),
+    "geometric-median": Rule("geometric median", selects=False),
+    "krum": Rule("mean of the replies that Multi-Krum selects", selects=True, margin=3),
+    "filter": Rule("mean of the replies that the spectral filter selects", selects=True),
+}
+"""All robust aggregation rules by name, i.e. all values of 'defense.average' except the mean."""
+if TYPE_CHECKING:
+    Average = str
+else:
+    Average = Literal["mean", *RULES]
+ROBUST: tuple[Average, ...] = tuple(RULES)
+"""Names of all rules except the mean."""
+CHOOSING: tuple[Average, ...] = tuple(name for name, rule in RULES.items() if rule.selects)
+"""Names of the rules that exclude outlying replies and average the remaining replies."""
 
 
 class AttackSettings(Schema):
     """Simulated poisoning of client replies, for robustness experiments."""
 
-    kind: Literal["none", "paf", "lie", "ofom", "sign-flip", "scale", "alternating", "drift"] = (
-        Field(
-            "none",
-            description="poisoning attack. paf, lie, and ofom poison the logits and weights of "
-            "clients drawn anew in each round. The other attacks poison all values of "
-            "the same clients in all rounds: multiplication by -1 (sign-flip), by attack.scale "
-            "(scale), or alternately by attack.scale and -attack.scale (alternating), or addition "
-            "of a vector that grows to attack.scale times the reply's norm (drift)",
-        )
-    )
+    kind: Literal[
+        "none", "paf", "lie", "ofom", "sign-flip", "scale", "alternating", "drift", "label-flip",
+        "backdoor",
+    ] = Field(
+        "none",
+        description="poisoning attack. paf, lie, and ofom poison the logits and weights of "
+        "clients drawn anew in each round. The other attacks use the same clients in all rounds, "
+        "and poison all values of a reply: multiplication by -1 (sign-flip), by attack.scale "
+        "(scale), or alternately by attack.scale and -attack.scale (alternating), or addition of a "
+        "vector that grows to attack.scale times the reply's norm (drift). Or they poison the "
+        "training data in simulations: reversed order of the labels (label-flip), or a bright "
+        "square and the first class in half of the images (backdoor)",
+    )  # fmt: skip
     attackers: CountOrNone = Field(
         0,
         description="number of malicious clients per round; 0 = as in FedGEMS (2 for ofom, "
@@ -45,8 +73,22 @@ class AttackSettings(Schema):
         "or once per run",
     )
 
+    claimed_samples: Annotated[int, Field(ge=0, le=10**9)] = Field(
+        0,
+        description="number of samples that the malicious clients claim in simulations, except for "
+        "paf, lie, and ofom; 0 = their true number",
+    )
+
+    @property
+    def poisons_data(self) -> bool:
+        """Whether the malicious clients train on poisoned samples."""
+        return self.kind in ("label-flip", "backdoor")
+
     @model_validator(mode="after")
     def _check_attackers(self) -> AttackSettings:
+        if self.claimed_samples and self.kind in ("none", "paf", "lie", "ofom"):
+            expected = f"0 if 'attack.kind' is {self.kind}"
+            raise invalid_setting("attack.claimed-samples", self.claimed_samples, expected)
         if self.attackers and self.kind == "none":
             expected = "0 if 'attack.kind' is none"
             raise invalid_setting("attack.attackers", self.attackers, expected)
@@ -58,9 +100,9 @@ class DefenseSettings(Schema):
 
     average: Average = Field(
         "mean",
-        description="aggregation rule: mean, coordinate-wise median or trimmed mean, geometric "
-        "median, or the mean of the replies that Krum or the spectral filter selects "
-        "(docs/security.md)",
+        description="aggregation rule: the mean of the method, or with equal weights for all "
+        f"clients: {'; '.join(f'{name} ({rule.help})' for name, rule in RULES.items())}. See "
+        "docs/security.md",
     )
     malicious_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.2, description="maximum fraction of malicious clients that 'average' must tolerate"

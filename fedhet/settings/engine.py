@@ -108,7 +108,7 @@ class EngineSettings(ComputeSettings):
     )
     max_payload_mb: Positive = machine_field(2048.0, "maximum size of a reply, in MB")
     samples_cap: NonNegative = Field(
-        10.0,
+        2.0,
         description="maximum number of samples that count toward a client's weight, as a multiple "
         "of the median over clients; 0 = no limit",
     )

@@ -72,9 +72,10 @@ class FedGktStrategy(HetStrategy):
         could dominate the training of the server model.
         """
         samples = len(reply.knowledge.tensors["labels"])
-        if MIN_SAMPLES <= samples <= reply.samples:
+        limit = self.members[reply.client.name].info.samples
+        if MIN_SAMPLES <= samples <= limit:
             return reply
-        fault = f"expected {MIN_SAMPLES} to {reply.samples} samples, got {samples}"
+        fault = f"expected {MIN_SAMPLES} to {limit} samples, got {samples}"
         raise KnowledgeError(reply.client.name, "labels", fault)
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

@@ -84,13 +84,18 @@ class TensorField:
     """Minimum value, or None for -MAX_MAGNITUDE."""
     distribution: bool = False
     """Whether each row along the last axis is a probability distribution."""
+    counts: bool = False
+    """Whether the values are numbers of samples that the client claims, and that act as weights.
+
+    With a robust aggregation rule, all of them become 1, so that all clients have the same weight.
+    """
     needs: tuple[str, ...] = ()
     """Fields that must be present if this field is present."""
 
     def __post_init__(self) -> None:
         """Check the declaration. Raises TypeError or ValueError if it is invalid."""
         require(self, name=str, dtype=str, axes=tuple, help=str, ids=str, numbers=str, needs=tuple)
-        require(self, required=bool, distribution=bool, low=_LIMIT)
+        require(self, required=bool, distribution=bool, counts=bool, low=_LIMIT)
         if not all(isinstance(axis, int | str) for axis in self.axes):
             raise TypeError(_declared(self, "axes", "letters and numbers", self.axes))
         if self.dtype != "uint":
@@ -229,6 +234,11 @@ class Contract:
     def weights(self) -> tuple[str, ...]:
         """Names of the fields that contain model weights."""
         return tuple(field.name for field in self.fields if isinstance(field, WeightsField))
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Names of the fields that contain claimed numbers of samples."""
+        return tuple(f.name for f in self.fields if isinstance(f, TensorField) and f.counts)
 
     def replacing(self, field: Field) -> Contract:
         """Return a copy of the contract in which `field` replaces the field of the same name."""
