@@ -231,7 +231,9 @@ def test_nothing_overflows_and_the_schemes_differ(
 
 def test_a_phone_shows_every_clients_accuracy_without_scrolling(browser: Any, report: Path) -> None:
     page = Opened(browser, report, width=390)
-    table = page.tab.locator(".table", has=page.tab.get_by_text("Clients in the last round"))
+    table = page.tab.locator(
+        ".table", has=page.tab.get_by_text("Clients in the last round", exact=True)
+    )
     headers = table.locator("thead th").all_inner_texts()
     first = next(n for n, text in enumerate(headers) if "common private" in text.lower())
     for row in table.locator("tbody tr").all():
