@@ -141,7 +141,7 @@ def test_timms_names_are_checked():
     pytest.importorskip("timm")
     with pytest.raises(SettingsError, match=r"'resnet18x' not found in timm; did you mean"):
         small("felo", models="timm:resnet18x")
-    with pytest.raises(ModelError, match="takes images"):
+    with pytest.raises(ModelError, match=r"expected images \[C, H, W\], got shape \[30\]"):
         build("timm:resnet10t", (30,), 2, seed=0)
 
 
