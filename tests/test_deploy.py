@@ -20,14 +20,14 @@ from PIL import Image
 from safetensors import safe_open
 from test_tables import many, write
 
-from fedhet.base.errors import FedhetError
+from fedhet.base.errors import DataError, FedhetError, StateError
 from fedhet.cli.example import write_example
 from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
 from fedhet.deployment import certs, control
 from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment, free_port
-from fedhet.inference.client import open_client, read_inputs
+from fedhet.inference.client import open_client, open_server, read_inputs
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 
@@ -233,8 +233,25 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     table = {"dataset": f"table:{everyone}", "target": "died", "by": "ward", "max_samples": 0}
     common = {"clients": 3, "rounds": 3, "models": ["mlp", "mlp2", "mlp3"]}
     simulated = small("felo", **common, **table)
-    summary, _ = deployed_with_tables(simulated, everyone, small("felo", **common), tmp_path)
+    summary, folders = deployed_with_tables(simulated, everyone, small("felo", **common), tmp_path)
     assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
+    deployed, predictions = tmp_path / "run", []
+    with pytest.raises(DataError, match=r"copy schema\.toml of a site"):
+        read_inputs([everyone], open_server(deployed, architecture="mlp2").record)
+    shutil.copy(folders[0] / "schema.toml", deployed)  # The server lacks only the names.
+    for directory in (deployed, tmp_path / "simulated"):
+        server = open_server(directory, architecture="mlp2")
+        predictions.append(server.predict(read_inputs([everyone], server.record)[1]))
+    assert (predictions[0].probabilities == predictions[1].probabilities).all()
+    assert (
+        predictions[0].classes
+        == predictions[1].classes
+        == RunData.of(simulated.run).dataset.classes
+    )
+    other = (deployed / "schema.toml").read_text().replace("mean = ", "mean = 1", 1)
+    (deployed / "schema.toml").write_text(other)
+    with pytest.raises(StateError, match=r"schema\.toml or classes\.txt differs from the file"):
+        open_server(deployed, architecture="mlp2")
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def test_the_whole_model_is_judged_with_its_own_and_with_the_average(tmp_path):
 def test_the_whole_model_is_loaded_and_exported_as_one(tmp_path):
     run(fedmrl(rounds=1, max_samples=240), tmp_path / "run")
     trained = open_client(tmp_path / "run", "client-1")
-    assert trained.kinds == ("private",)
+    assert trained.kinds == ("private", "global")
     weights = tmp_path / "whole.safetensors"
     export(trained, "safetensors", weights)
     parts = {name.rpartition(".")[0] for name in load_file(weights)}

@@ -50,7 +50,7 @@ from fedhet.data.store import Outputs, RunData
 from fedhet.data.tables import encode
 from fedhet.data.tasks import CLASSIFICATION, THRESHOLD, MultiLabel, Regression
 from fedhet.data.texts import TEXTS, tokenize
-from fedhet.kinds import IMAGE, KINDS, TEXT
+from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT
 from fedhet.learning.devices import Compute, compute_for, scaled
 from fedhet.learning.training import logits_of
 from fedhet.methods.spec import ENSEMBLE
@@ -846,6 +846,16 @@ def read_inputs(
         texts = _files_in(paths, TEXTS)
         return texts, TEXTS.read(texts, bounds, None)
     arrays = [path for path in paths if path.suffix == ".npz"]
+    if (
+        isinstance(record, ServerRecord)
+        and not record.is_complete
+        and record.kind == TABLE.name
+        and not arrays
+    ):
+        raise DataError(
+            f"{paths[0]}: the server does not know the columns. To predict the rows of a table, "
+            "copy schema.toml of a site into the run directory."
+        )
     if record.table is not None and record.table.columns and not arrays:
         if len(paths) > 1:
             raise DataError(f"{paths[1]}: expected a single table")
