@@ -27,7 +27,7 @@ from fedhet.kinds import IMAGE
 from fedhet.learning.devices import compute_for, find_device
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import build
-from fedhet.privacy.noise import SecretNoise
+from fedhet.privacy.noise import Grid, SecretNoise
 from fedhet.report import load_run
 from fedhet.settings.engine import ComputeSettings
 
@@ -168,11 +168,11 @@ def test_the_host_draws_the_same_numbers_for_every_device(gpu):
 
 def test_the_noise_of_privacy_is_that_of_the_host(gpu):
     """The bits are drawn on the host and copied; the device computes the Gaussians."""
-    key, values = bytes(range(32)), torch.linspace(-1, 1, 1001)
-    host = SecretNoise(key).add([values], 1.5, 1.0)[0]
+    key, values, grid = bytes(range(32)), torch.arange(-500, 501), Grid(1.0, 1001)
+    host = SecretNoise(key).add([values], 1.5, grid)[0]
     copies = gpu.total("up, waiting")
     there = values.cuda()
-    found = SecretNoise(key).add([there], 1.5, 1.0)[0]
+    found = SecretNoise(key).add([there], 1.5, grid)[0]
     assert gpu.total("up, waiting") == copies + 2, "the values, and the bits"
     assert gpu.total("down, waiting") == 0
     assert found.device.type == "cuda"

@@ -23,6 +23,7 @@ from rounds import opened, replied
 from torch import nn
 
 from fedhet import report
+from fedhet.algorithms.classwise import ClassSums
 from fedhet.base.errors import PrivacyError, SettingsError, StateError
 from fedhet.client_runtime import privacy as mechanisms
 from fedhet.client_runtime.app import client_fn, permitted, within_limits
@@ -271,6 +272,63 @@ def test_personal_scores_and_losses_are_in_the_clients_own_log(tmp_path, caplog)
     text = caplog.text
     assert "training loss" in text
     assert "accuracy of the private model, personal test split" in text
+
+
+# One sample changes a sum by at most the clipping norm, whatever the batch size.
+
+
+class Features(nn.Module):
+    """A network whose features are its inputs."""
+
+    def features_and_logits(self, x):
+        return x, torch.zeros(len(x), 10)
+
+
+def crafted(size, power, pairs):
+    """Return features [N, 1] of norm at most 1, the first of which is a null sample.
+
+    In batches of `size`, a float32 sum just below 2^`power` is followed by `pairs` of small numbers
+    that cancel out. Above 2^`power`, the first number of each pair is rounded up to one unit in the
+    last place, and the second number is rounded to zero, so the sum grows with each pair.
+    """
+    unit = 2.0 ** (power - 24)  # the last place of numbers below 2^power
+    start = torch.tensor([0.0, 0.5, *[1.0] * (2**power - 1)])
+    start = torch.cat([start, torch.zeros(-len(start) % size)])
+    pair = torch.zeros(2, size)
+    pair[:, 0] = unit * torch.tensor([1.0625, -0.9375])
+    return torch.cat([start, pair.repeat(pairs, 1).flatten()]).unsqueeze(1)
+
+
+@pytest.mark.parametrize(("size", "power", "pairs"), [(32, 15, 800), (1, 12, 2500)])
+def test_one_sample_changes_a_class_sum_by_at_most_the_clipping_norm(
+    size, power, pairs, tmp_path, monkeypatch
+):
+    """The server chooses the batch size, and all other samples are crafted."""
+    monkeypatch.setattr(
+        secret_noise.SecretNoise,
+        "_gaussians",
+        lambda self, count, device: torch.zeros(count, dtype=torch.float64),
+    )
+    config = private(
+        "felo",
+        models=["mlp"],
+        **{"privacy.class-clip": 1.0, "engine.eval-batch-size": size, **CHEAP},
+    )
+    without = crafted(size, power, pairs)
+    present = without.clone()
+    present[0] = 1.0
+    sums = []
+    for name, x in (("without", without), ("present", present)):
+        client = opened(config, tmp_path / name)
+        client.samples.own = Split(x, torch.zeros(len(x), dtype=torch.long))
+        client.privacy.begin("run", 1)
+        empty = ClassSums(10, 1, torch.device("cpu"))
+        means = client.privacy.class_means(empty, Features())
+        assert means.classes.tolist() == [0]
+        assert means.counts.tolist() == [len(x)]
+        sums.append(float(means.features[0, 0]) * len(x))
+    assert 0.9 < sums[1] - sums[0] < 1.01
+    assert sums[1] == pytest.approx(2**power + 0.5, rel=1e-3)
 
 
 # What it costs
@@ -543,7 +601,7 @@ PLACES = {
     "after it has paid": "(os, 'fsync', False)",
     "before a step": "(sgd.PrivateOptimization, 'step', True)",
     "after a step": "(sgd.PrivateOptimization, 'step', False)",
-    "before its class means": "(mechanisms, 'noised_means', True)",
+    "before its class means": "(mechanisms.ClippedClassSums, 'noised_means', True)",
     "before its state is saved": "(states.ClientState, 'save', True)",
     "after its state is saved": "(states.ClientState, 'save', False)",
     "before its answer is kept": "(mechanisms.DifferentialPrivacy, 'store_reply', True)",

@@ -12,7 +12,7 @@ from test_privacy_clients import private
 
 import fedhet
 from fedhet.client_runtime import privacy as promises
-from fedhet.privacy.noise import GRID, SecretNoise
+from fedhet.privacy.noise import Grid, SecretNoise
 from fedhet.wire.knowledge import Knowledge
 
 KEY = bytes(range(32))
@@ -20,7 +20,8 @@ MANY = 400_000
 
 
 def gaussians(count, key=KEY, noise=1.0, norm=1.0):
-    return SecretNoise(key).add([torch.zeros(count, dtype=torch.float64)], noise, norm)[0].numpy()
+    zeros, grid = torch.zeros(count, dtype=torch.int64), Grid(norm, count)
+    return SecretNoise(key).add([zeros], noise, grid)[0].double().numpy()
 
 
 # The distribution
@@ -30,7 +31,7 @@ def test_the_noise_is_gaussian_in_its_center_its_moments_and_its_tails():
     found = gaussians(MANY)
     assert scipy.stats.kstest(found, "norm").pvalue > 1e-3
     assert abs(found.mean()) < 4 / MANY**0.5
-    assert found.std() == pytest.approx(1, abs=4 / (2 * MANY) ** 0.5 + 1 / GRID)
+    assert found.std() == pytest.approx(1, abs=4 / (2 * MANY) ** 0.5)
     assert abs(scipy.stats.skew(found)) < 4 * (6 / MANY) ** 0.5
     assert abs(scipy.stats.kurtosis(found)) < 4 * (24 / MANY) ** 0.5
     for bound in (2, 3, 4):
@@ -41,16 +42,15 @@ def test_the_noise_is_gaussian_in_its_center_its_moments_and_its_tails():
 @pytest.mark.slow
 def test_the_tails_are_gaussian_beyond_four_standard_deviations():
     draws, count = SecretNoise(KEY), 50_000_000
+    zeros = torch.zeros(10**6, dtype=torch.int64)
     found = np.concatenate(
-        [draws.add([torch.zeros(10**6, dtype=torch.float64)], 1.0, 1.0)[0].numpy()
-         for _ in range(count // 10**6)]
-    )  # fmt: skip
-    # The noise is wider by up to 1 / GRID, which raises the probability of a tail at b by b^2/GRID.
+        [draws.add([zeros], 1.0, Grid(1.0))[0].numpy() for _ in range(count // 10**6)]
+    )
     for bound in (4, 4.5, 5, 5.5):
         for tail in ((found > bound).sum(), (found < -bound).sum()):
             expected = scipy.stats.norm.sf(bound) * count
-            assert abs(tail - expected) < 4 * expected**0.5 + expected * bound**2 / GRID + 1
-    tail = found[found > 4]
+            assert abs(tail - expected) < 4 * expected**0.5 + 1
+    tail = found[found > 4].astype(np.float64)
     uniform = scipy.stats.norm.sf(tail) / scipy.stats.norm.sf(4)
     assert scipy.stats.kstest(uniform, "uniform").pvalue > 1e-3
 
@@ -66,7 +66,10 @@ def test_the_tail_ends_at_nine_standard_deviations(monkeypatch):
 
 def test_draws_within_a_call_and_between_calls_are_independent():
     draws = SecretNoise(KEY)
-    first, second = (draws.add([torch.zeros(50_001)], 1.0, 1.0)[0].numpy() for _ in range(2))
+    first, second = (
+        draws.add([torch.zeros(50_001, dtype=torch.int64)], 1.0, Grid(1.0))[0].numpy()
+        for _ in range(2)
+    )
     for one, other in [(first, second), (first[1:], first[:-1]), (first[:25_000], first[25_000:-1]),
                        (first[:8192], first[8192:16384])]:  # fmt: skip
         for view in (lambda x: x, np.abs):
@@ -77,11 +80,11 @@ def test_draws_within_a_call_and_between_calls_are_independent():
 
 
 @pytest.mark.parametrize(("noise", "norm"), [(0.5, 1e-9), (7.0, 5.0), (1.3, 1e6)])
-def test_the_noise_has_its_width_and_is_never_narrower(noise, norm):
-    found = gaussians(100_000, noise=noise, norm=norm) / (noise * norm)
-    assert found.std() == pytest.approx(1 + 0.5 / GRID, abs=4 / (2 * 100_000) ** 0.5 + 1 / GRID)
-    rounding = np.sqrt(100_000) * grid_of(found * noise * norm)
-    assert rounding <= norm / GRID * (1 + 1e-9)
+def test_the_noise_has_its_width_on_a_fine_grid(noise, norm):
+    found = gaussians(100_000, noise=noise, norm=norm)
+    assert found.std() == pytest.approx(noise * norm, rel=4 / (2 * 100_000) ** 0.5)
+    assert np.sqrt(100_000) * grid_of(found) <= norm / 2**14
+    assert grid_of(found) == Grid(norm, 100_000).step
 
 
 def grid_of(values):
@@ -93,22 +96,42 @@ def grid_of(values):
 
 
 def test_values_are_rounded_to_a_grid_that_hides_their_last_bits():
-    """Two values that differ by less than the grid have bit-for-bit equal sums."""
-    values = torch.full((1000,), 1 / 3, dtype=torch.float64)
-    first = SecretNoise(KEY).add([values], 2.0, 1.0)[0]
-    second = SecretNoise(KEY).add([values + 1e-9], 2.0, 1.0)[0]
+    """Two values that differ by less than the grid have bit-for-bit equal noised sums."""
+    grid, values = Grid(1.0, 1000), torch.full((1, 1000), 1 / 60)
+    first, second = (
+        SecretNoise(KEY).add(grid.sum_all([each]), 2.0, grid)[0] for each in (values, values + 1e-8)
+    )
     assert torch.equal(first, second)
-    assert grid_of(first.numpy()) == grid_of(gaussians(1000, noise=2.0)) > 1e-6
+    assert grid_of(first.double().numpy()) == grid.step > 1e-6
 
 
-def test_values_keep_their_shapes_and_without_noise_their_bits():
-    values = [torch.randn(3, 4), torch.randn(5), torch.randn(())]
-    found = SecretNoise(KEY).add(values, 1e-9, 1.0)
-    assert [each.shape for each in found] == [each.shape for each in values]
-    for each, value in zip(found, values, strict=True):
-        assert torch.allclose(each, value, atol=1e-3)
-    same = SecretNoise(KEY).add(values, 0.0, 1.0)
-    assert all(torch.equal(a, b) for a, b in zip(same, values, strict=True))
+def test_noised_sums_keep_their_shapes_and_without_noise_their_values():
+    sums = [torch.randint(-(10**6), 10**6, shape) for shape in ((3, 4), (5,), ())]
+    for noise in (1e-9, 0.0):
+        found = SecretNoise(KEY).add(sums, noise, grid := Grid(3.0, 18))
+        assert [each.shape for each in found] == [each.shape for each in sums]
+        assert all(torch.equal(a, b * grid.step) for a, b in zip(found, sums, strict=True))
+
+
+def test_noise_is_added_exactly_to_sums_beyond_the_integers_of_floating_point():
+    """Differences of one step between large sums remain."""
+    large = torch.tensor([2**61, 2**61 + 1, -(2**61)])
+    added = []
+    draws = SecretNoise(KEY)
+    draws._gaussians = lambda count, device: torch.full((count,), 2.0**-14, dtype=torch.float64)
+    original = torch.Tensor.double
+
+    class Recorded:
+        @staticmethod
+        def double(tensor):
+            if tensor.dtype == torch.int64:
+                added.append(tensor.clone())
+            return original(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "double", Recorded.double)
+        draws.add([large], 1.0, Grid(1.0))
+    assert added[0].tolist() == [2**61 + 1, 2**61 + 2, 1 - 2**61]
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.037, 1 - 2**-20, 2e-4])
@@ -160,7 +183,7 @@ def test_keys_that_differ_in_one_bit_give_unrelated_noise():
 
 
 def test_every_stream_has_its_own_key():
-    streams = [SecretNoise().add([torch.zeros(8)], 1.0, 1.0)[0] for _ in range(20)]
+    streams = [SecretNoise().add([torch.zeros(8).long()], 1.0, Grid(1.0))[0] for _ in range(20)]
     assert len({tuple(each.tolist()) for each in streams}) == 20
 
 
@@ -175,9 +198,10 @@ class SeededNoise:
     def __init__(self):
         self.draws = torch.Generator().manual_seed(self.seed)
 
-    def add(self, values, noise, norm):
+    def add(self, sums, noise, grid):
         return [
-            each + noise * norm * torch.randn(each.shape, generator=self.draws) for each in values
+            grid.step * each + noise * grid.norm * torch.randn(each.shape, generator=self.draws)
+            for each in sums
         ]
 
 

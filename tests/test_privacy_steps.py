@@ -1,6 +1,8 @@
 """DP-SGD and class sums against slow transcriptions, and measured noise."""
 
 import copy
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.base.errors import ModelError
+from fedhet.base.errors import ModelError, PrivacyError
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import CrossEntropy, optimization_for, train_epochs
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise
-from fedhet.privacy.noise import SecretNoise, clipped, noised_means
+from fedhet.privacy.noise import RESOLUTION, ClippedClassSums, Grid, SecretNoise
 from fedhet.settings.run import TrainingSettings
 
 PLAIN_SGD = TrainingSettings(optimizer="sgd", lr=0.5, momentum=0.0)
@@ -353,6 +355,9 @@ def test_narrow_models_have_group_norms_too():
 # Class sums
 
 
+NORM = 1.5
+
+
 def means_transcribed(features, labels, norm, classes):
     sums, counts = np.zeros((classes, features.shape[1])), np.zeros(classes)
     for row, label in zip(features, labels, strict=True):
@@ -362,57 +367,197 @@ def means_transcribed(features, labels, norm, classes):
     return sums, counts
 
 
-def summed(features, labels, norm, classes):
-    bounded = clipped(torch.tensor(features), norm).numpy()
-    sums = np.stack([bounded[labels == c].sum(0) for c in range(classes)])
-    return torch.tensor(sums), torch.tensor(
-        np.bincount(labels, minlength=classes), dtype=torch.float
-    )
+def class_sums(features, labels, norm, classes, size=64):
+    """Return the sums of vectors, in batches of `size`."""
+    features, labels = torch.as_tensor(features), torch.as_tensor(labels)
+    sums = ClippedClassSums(classes, norm)
+    for x, y in zip(features.split(size), labels.split(size), strict=True):
+        sums.add(x, x, y)
+    return sums
 
 
 def test_without_noise_the_means_are_those_of_the_scaled_down_vectors():
     rng = np.random.default_rng(0)
     features, labels = rng.normal(size=(60, 5)).astype(np.float32), rng.integers(0, 3, 60)
-    sums, counts = summed(features, labels, 1.5, 4)
-    found = noised_means(sums, sums, counts, Noise(0, 0, 0), 1.5, 1, SecretNoise())
-    expected, number = means_transcribed(features, labels, 1.5, 4)
+    sums = class_sums(features, labels, NORM, 4)
+    found = sums.noised_means(Noise(0, 0, 0), 1, SecretNoise())
+    expected, number = means_transcribed(features, labels, NORM, 4)
     assert found.classes.tolist() == [0, 1, 2]
     assert found.counts.tolist() == number[:3].tolist()
-    assert np.allclose(found.features, expected[:3] / number[:3, None], atol=1e-5)
+    for means in (found.features, found.logits):
+        assert np.allclose(means, expected[:3] / number[:3, None], atol=2 * NORM / RESOLUTION)
 
 
 def test_the_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_have_it_too():
-    draws = SecretNoise(bytes(32))
-    zeros, counts = torch.zeros(4, 6), torch.full((4,), 1e6)
-    many = [
-        noised_means(zeros, zeros, counts, Noise(0, 3.0, 7.0), 2.0, 1, draws) for _ in range(400)
-    ]
-    sums = np.stack([m.features * m.counts[:, None] for m in many])
-    assert sums.std() == pytest.approx(3.0 * 2.0, rel=0.05)
-    assert np.stack([m.counts for m in many]).std() == pytest.approx(7.0, rel=0.07)
+    draws, labels = SecretNoise(bytes(32)), torch.arange(4).repeat(10**4)
+    sums = class_sums(torch.zeros(len(labels), 6), labels, 2.0, 5, size=10**5)
+    many = [sums.noised_means(Noise(0, 3.0, 7.0), 1, draws) for _ in range(400)]
+    assert all(set(m.classes) >= {0, 1, 2, 3} for m in many)
+    noise = np.stack([m.features[:4] * m.counts[:4, None] for m in many])
+    assert noise.std() == pytest.approx(3.0 * 2.0, rel=0.05)
+    assert np.stack([m.counts[:4] for m in many]).std() == pytest.approx(7.0, rel=0.07)
+    rare = [m for m in many if 4 in m.classes]
+    assert rare == [] or all(m.counts[4] >= 21 for m in rare)
 
 
 def test_a_class_is_sent_only_if_its_count_stands_out_from_the_noise():
     def sent(count, least=1):
-        zeros, draws = torch.zeros(1000, 1), SecretNoise(bytes(32))
-        counts = torch.full((1000,), float(count))
-        return len(noised_means(zeros, zeros, counts, Noise(0, 1, 7), 1.0, least, draws).classes)
+        labels, draws = torch.arange(1000).repeat(count), SecretNoise(bytes(32))
+        sums = ClippedClassSums(1000, 1.0)
+        sums.add(torch.zeros(len(labels), 1), torch.zeros(len(labels), 1), labels)
+        return len(sums.noised_means(Noise(0, 1, 7), least, draws).classes)
 
     assert sent(0) < 6
     assert sent(60) == 1000
     assert sent(60, least=100) == 0
 
 
-@quickly(max_examples=50, deadline=None)
-@given(st.integers(1, 8), st.floats(0.01, 100), st.floats(1e-6, 1e6), st.integers(0, 99))
-def test_no_vector_is_longer_than_the_norm_and_short_ones_are_kept(width, norm, scale, seed):
-    vectors = scale * torch.randn(20, width, generator=torch.Generator().manual_seed(seed))
-    found = clipped(vectors, norm)
-    assert (found.double().norm(dim=1) <= norm * (1 + 1e-5)).all()
-    short = vectors.norm(dim=1) <= norm
-    assert torch.equal(found[short], vectors[short])
+def test_class_sums_without_a_batch_are_an_error():
+    with pytest.raises(ValueError, match="no batch was added"):
+        ClippedClassSums(3, 1.0).noised_means(Noise(1, 1, 1), 1, SecretNoise())
+
+
+# Exact sums
+
+
+def integers_of(vector, grid):
+    """Return a vector's numbers on the grid: the sum of the vector alone."""
+    return [int(k) for k in grid.sum_all([vector[None]])[0].tolist()]
+
+
+def check_rounded(vector, integers, grid):
+    """Compare a clipped and rounded vector with exact fractions."""
+    exact, step, norm = [Fraction(v) for v in vector.tolist()], Fraction(grid.step), grid.norm
+    square = sum(v * v for v in exact)
+    # The vector is no longer than the norm, and no number has grown or changed its sign.
+    assert sum(k * k for k in integers) <= (Fraction(norm) / step) ** 2
+    shrunk = Fraction(norm) * Fraction(1 - 2**-19)
+    if square <= shrunk**2:
+        assert integers == [math.trunc(v / step) for v in exact]
+        return
+    for v, k in zip(exact, integers, strict=True):
+        assert k * v >= 0
+        assert k * k * step * step * square <= min(square, Fraction(norm) ** 2) * v * v
+        # The number is rounded by less than one step, in addition to a factor close to 1.
+        lower = max(Fraction(0), abs(v) / step - 1)
+        factor = Fraction(norm) * Fraction(1 - 2**-18)
+        if square >= Fraction(norm) ** 2:
+            assert (abs(k) + 1) ** 2 * step * step * square >= factor**2 * v * v
+        else:
+            assert abs(k) + 1 >= lower * Fraction(1 - 2**-18)
+
+
+SCALES = [1e-42, 1e-20, 1e-4, 0.3, 1.0, 40.0, 1e15, 3e38]
+
+
+@quickly(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 40), st.sampled_from([1e-3, 0.7, 1.0, 5.0, 1e6]),
+    st.sampled_from(SCALES), st.integers(0, 999),
+)  # fmt: skip
+def test_the_sum_is_that_of_integers_and_no_vector_is_longer_than_the_norm(
+    count, width, norm, scale, seed
+):
+    rng = np.random.default_rng(seed)
+    numbers = rng.uniform(-1, 1, (count, width)) * scale * 10 ** rng.uniform(-3, 0, (count, 1))
+    vectors, grid = torch.tensor(numbers.astype(np.float32)), Grid(norm, width)
+    rows = [integers_of(vector, grid) for vector in vectors]
+    for vector, integers in zip(vectors, rows, strict=True):
+        check_rounded(vector, integers, grid)
+    expected = [sum(column) for column in zip(*rows, strict=True)]
+    order = torch.tensor(rng.permutation(count))
+    assert grid.sum_all([vectors])[0].tolist() == expected
+    assert grid.sum_all([vectors[order]])[0].tolist() == expected
+    # The parts of a vector are clipped together.
+    parts = [vectors[:, :1], vectors[:, 1:].reshape(count, -1, 1)]
+    sums = torch.cat([each.flatten() for each in grid.sum_all(parts)])
+    assert sums.tolist() == expected
+    labels = torch.tensor(rng.integers(0, 3, count))
+    of_class = [
+        [sum(row[k] for row, c in zip(rows, labels.tolist(), strict=True) if c == label)
+         for k in range(width)]
+        for label in range(3)
+    ]  # fmt: skip
+    assert grid.sum_by_class(vectors, labels, 3).tolist() == of_class
+
+
+def test_the_numbers_of_long_vectors_add_up_in_the_norm_too():
+    """In float32, a running sum of squares stops growing, so the norm would be too small."""
+    vector = torch.full((3_000_000,), 2.0**-11)
+    vector[:64] = 1.0
+    grid = Grid(1.0, len(vector))
+    for parts in ([vector], [vector[:70], vector[70:]]):
+        total = grid.sum_all([part[None] for part in parts])
+        square = sum(int((part * part).sum()) for part in total)
+        assert square <= (Fraction(1) / Fraction(grid.step)) ** 2
+        assert float(square) ** 0.5 * grid.step == pytest.approx(1.0, abs=2 / RESOLUTION)
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 200])
+def test_class_sums_depend_neither_on_the_batch_size_nor_on_the_order(size):
+    rng = np.random.default_rng(1)
+    features, labels = rng.normal(size=(200, 8)).astype(np.float32), rng.integers(0, 3, 200)
+    expected = class_sums(features, labels, NORM, 4)
+    order = rng.permutation(200)
+    found = class_sums(features[order], labels[order], NORM, 4, size)
+    pairs = zip([*found._sums, found._counts], [*expected._sums, expected._counts], strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_a_vector_that_is_not_finite_becomes_zeros():
     vectors = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [0.5, 0.5]])
-    assert clipped(vectors, 1.0).tolist() == [[0, 0], [0, 0], [0.5, 0.5]]
+    grid = Grid(1.0, 2)
+    assert (grid.sum_all([vectors])[0] * grid.step).tolist() == [0.5, 0.5]
+    by_class = grid.sum_by_class(vectors, torch.tensor([0, 1, 2]), 3) * grid.step
+    assert by_class.tolist() == [[0, 0], [0, 0], [0.5, 0.5]]
+
+
+def test_vectors_whose_integers_could_overflow_are_refused():
+    with pytest.raises(PrivacyError, match="at most 268,435,456 trained parameters, got"):
+        Grid(1.0, 2**28 + 1)
+    widest = Grid(1.0, 2**28)
+    assert 2**28 <= widest.norm / widest.step <= 2**29
+
+
+class GivenGradients:
+    """A loss whose gradients of each sample are given."""
+
+    def __init__(self, parameter, gradients):
+        self.parameter, self.gradients = parameter, gradients
+
+    def backward(self):
+        self.parameter.grad_sample = self.gradients
+
+
+def step_with(gradients):
+    """Return the change of a model's weights in a step without noise."""
+    model = nn.Linear(gradients.shape[1], 1, bias=False)
+    nn.init.zeros_(model.weight)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
+    with sgd.dp_sgd(plain, [model], 0.0, 1.0, 1) as private:
+        private.step(GivenGradients(model.weight, gradients[:, None]))
+    return -2 * model.weight.detach()[0]
+
+
+def test_the_order_of_a_batch_has_no_effect_on_a_step():
+    rng = torch.Generator().manual_seed(0)
+    gradients = torch.randn(4096, 50, generator=rng)
+    first = step_with(gradients)
+    for _ in range(3):
+        again = step_with(gradients[torch.randperm(4096, generator=rng)])
+        assert torch.equal(again, first)
+
+
+def test_one_gradient_moves_a_large_batch_by_its_own_length():
+    """The sum is exact, even if it is much smaller than the partial sums.
+
+    In floating point, small gradients are lost or doubled, depending on the other gradients.
+    """
+    ones, small = torch.ones(2**17, 1), torch.full((2**17, 1), 3 * 2.0**-11)
+    without = torch.cat([torch.zeros(1, 1), ones, small, -ones])
+    present = without.clone()
+    present[0] = 1.0
+    sums = [float(step_with(each)[0]) for each in (without, present)]
+    assert sums[0] == 2**17 * 3 * 2.0**-11
+    assert sums[1] - sums[0] == pytest.approx(1.0, abs=2 / RESOLUTION)
+    assert sums[1] - sums[0] <= 1

@@ -14,6 +14,7 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
+import torch
 from federation import LONG, Server
 from flwr.common import Context, EvaluateRes, FitRes, GetPropertiesIns, RecordDict
 from PIL import Image
@@ -25,9 +26,15 @@ from fedhet.client_runtime.node import NodeSettings, close_clients
 from fedhet.config import secure
 from fedhet.config.resolve import resolve, resolve_flower
 from fedhet.data.site import Declaration
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import optimization_for
 from fedhet.methods.registry import all_methods, find_method, shipped_names
+from fedhet.models import build as build_model
+from fedhet.privacy.accounting import Noise
+from fedhet.privacy.ledger import Ledger
+from fedhet.privacy.sgd import dp_sgd
 from fedhet.server.calls import DirectProxy
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.settings.schema import build, kebab
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
@@ -761,3 +768,135 @@ def test_a_budget_needs_data_that_the_run_does_not_choose():
     run = resolve({"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0})
     with pytest.raises(SettingsError, match="expected a site with its own data directory"):
         within_limits(run, node)
+
+
+# The number of rows
+
+
+def observed(folder, state, rows, rounds=2, declared="", **run):
+    """Return all values that a server and the ledger see of a site with `rows` rows.
+
+    The result contains the metrics of each round, including the round in which the budget is
+    exhausted, and the releases. The shapes of all tensors are also part of the result.
+    """
+    folder.mkdir()
+    rng = np.random.default_rng(rows)
+    np.savez(
+        folder / "train.npz", x=rng.random((rows, 8, 8), dtype=np.float32), y=np.arange(rows) % 9
+    )
+    (folder / "site.toml").write_text(f"{DECLARED}test-fraction = 0.1\n{declared}")
+    node = {"state-dir": str(state), **run.pop("node", {})}
+    settings = {"method": "felo", "training.batch-size": 16, "rounds": 2, **run}
+    client = joined(folder, node, **settings)
+    seen: list = [client.get_properties({})]
+    for number in range(1, rounds + 1):
+        envelope = Envelope("run", settings["method"], number, "server")
+        arrays, count, metrics = client.fit(encode(envelope, Knowledge()), {})
+        seen.append((len(arrays) > 0, count, dict(metrics)))
+    releases = [entry.release for entry in Ledger(state, "site-a").entries()]
+    assert len(releases) >= 2
+    close_clients()
+    return seen, releases
+
+
+def without_scores(seen):
+    """Return what a server sees except for scores on public samples, which noised models give."""
+    described, *rounds = seen
+    kept = [
+        (replied, count, {k: v for k, v in metrics.items() if ".common." not in k})
+        for replied, count, metrics in rounds
+    ]
+    return described, kept
+
+
+@pytest.mark.parametrize(
+    ("declared", "numbers"),
+    [("rows = 100\n", (40, 100, 260)), ("", (72, 85, 140))],
+    ids=["declared", "power of two"],
+)
+def test_no_reply_reveals_the_number_of_rows(declared, numbers, tmp_path):
+    """Without `rows` in site.toml, 64 to 127 training rows give the same noise and epsilon.
+
+    A tenth of the rows are test samples. The third round exceeds the budget of the run.
+    """
+    found = [
+        observed(tmp_path / f"site-{rows}", tmp_path / f"state-{rows}", rows, 3, declared)
+        for rows in numbers
+    ]
+    seen, releases = without_scores(found[0][0]), found[0][1]
+    assert [replied for replied, _, _ in seen[1]] == [True, True, False]
+    epsilons = [metrics["epsilon"] for replied, _, metrics in seen[1] if replied]
+    assert 0 < epsilons[0] < epsilons[1] <= 8
+    assert seen[1][2][2]["spent"] is True
+    for other, its_releases in found[1:]:
+        assert without_scores(other) == seen
+        assert its_releases == releases
+
+
+def test_the_budget_of_a_site_is_exhausted_in_the_same_round_for_each_number_of_rows(tmp_path):
+    """The noise is fixed, so only the budget determines the number of rounds."""
+    fixed = {"privacy.epsilon": 0.0, "privacy.noise-multiplier": 1.0, "privacy.class-noise": 8.0}
+    found = [
+        observed(
+            tmp_path / f"site-{rows}", tmp_path / f"state-{rows}", rows, 5,
+            node={"privacy": "epsilon=6 delta=1e-5"}, **fixed,
+        )
+        for rows in (72, 100, 140)
+    ]  # fmt: skip
+    rounds = [[replied for replied, _, _ in without_scores(seen)[1]] for seen, _ in found]
+    assert True in rounds[0]
+    assert False in rounds[0]
+    assert rounds[0] == rounds[1] == rounds[2]
+    messages = [[metrics.get("error") for _, _, metrics in seen[1:]] for seen, _ in found]
+    assert messages[0] == messages[1] == messages[2]
+
+
+def test_the_settings_of_a_run_do_not_test_the_number_of_rows(tmp_path):
+    """A server could otherwise search for the delta at which a site with 1 / delta rows fails."""
+    for rows, declared in ((72, ""), (140, ""), (30, "rows = 90\n"), (300, "rows = 90\n")):
+        folder = tmp_path / f"{rows}"
+        folder.mkdir()
+        x = np.random.default_rng(0).random((rows, 8, 8), dtype=np.float32)
+        np.savez(folder / "train.npz", x=x, y=np.arange(rows) % 9)
+        (folder / "site.toml").write_text(f"{DECLARED}test-fraction = 0.1\n{declared}")
+        low = outcome(folder, {"privacy": ""}, **{"privacy.delta": 1 / 60 if declared else 1 / 63})
+        high = outcome(folder, {"privacy": ""}, **{"privacy.delta": 1 / 129})
+        expected = 90 if declared else 64
+        assert low[0] in ("PrivacyError", "StateError"), low
+        assert "samples = " not in str(low) or f"for {expected} samples" in low[1]
+        assert high["samples"] == 2
+
+
+def test_batches_of_a_site_have_the_declared_rate_and_number(tmp_path):
+    """The accounting uses the rate with which rows are drawn, so it holds for any declaration."""
+    noise = Noise(1.0)
+    for rows in (50, 400):
+        model = build_model("mlp", (1, 8, 8), 3, seed=0).train()
+        plain = optimization_for(model.parameters(), TrainingSettings(), CPU)
+        with dp_sgd(plain, [model], noise.gradients, 1.0, 20, rows=100) as private:
+            batches = [
+                each
+                for _ in range(60)
+                for each in private.batches(rows, 20, torch.Generator(), CPU.device)
+            ]
+        assert len(batches) == 60 * 5
+        mean = np.mean([len(each) for each in batches])
+        assert mean == pytest.approx(rows * 0.2, abs=4 * (rows * 0.16 / 300) ** 0.5)
+        assert max(int(each.max()) for each in batches if len(each)) == rows - 1
+
+
+@pytest.mark.parametrize("value", ["1", "0", "-5", "2.5", "true", '"many"', "10000000000000"])
+def test_a_declared_number_of_rows_is_an_integer(value, tmp_path):
+    folder = site(tmp_path / "site", declared=f"{DECLARED}rows = {value}\n")
+    with pytest.raises(DataError, match=r"site\.toml: rows: expected an integer from 2 to 1000"):
+        Declaration.read(str(folder), 10**9)
+
+
+def test_a_site_warns_in_its_own_log_if_the_declared_number_is_far_from_the_data(tmp_path, caplog):
+    for number, warns in ((40, False), (80, False), (10, True), (500, True)):
+        folder = site(tmp_path / f"{number}", declared=f"{DECLARED}rows = {number}\n")
+        caplog.clear()
+        assert outcome(folder)["samples"] == 2
+        close_clients()
+        said = [each for each in caplog.messages if "training samples. Batches contain" in each]
+        assert len(said) == warns

@@ -46,7 +46,7 @@ from fedhet.privacy.accounting import (
     epsilon_of,
 )
 from fedhet.privacy.ledger import Entry, Ledger, digest_of
-from fedhet.privacy.noise import SecretNoise, clipped, noised_means
+from fedhet.privacy.noise import ClippedClassSums, SecretNoise
 from fedhet.privacy.sgd import dp_sgd
 from fedhet.runs.measures import BUDGET_EXHAUSTED, Measured
 from fedhet.wire.identity import MIN_SAMPLES, ClientInfo
@@ -237,14 +237,16 @@ class DifferentialPrivacy(Withholding):
 
         At a site with a budget, the check uses the budget's delta, because a server could vary the
         run's delta to find out the number of samples. For the same reason, a site with peers and
-        without a budget only logs a warning.
+        without a budget only logs a warning. At all sites, the check uses the accounted number of
+        samples.
         """
         super().__init__(config, node, samples)
         self._charged = 0
         self._settings, self._compute = config.run.privacy, compute
         if node.folder:  # Hide the classes of the site's samples.
             samples.space = torch.arange(samples.info.classes, device=compute.device)
-        rows = len(samples.own.y)
+        self._warn_of_rows()
+        rows = self._rows
         name, delta = "setting 'privacy.delta'", self._settings.delta
         if node.budget is not None:
             name, delta = "node-config 'privacy': delta", node.budget.delta
@@ -303,7 +305,32 @@ class DifferentialPrivacy(Withholding):
         config, protection = self._config, self._config.method.spec.privacy
         rounds = config.run.rounds + config.method.spec.learns_last
         passes = protection.passes(config.method_settings, self._node.training, rounds)
-        return Plan(len(self._samples.own.y), passes, rounds, protection.vectors)
+        return Plan(self._rows, passes, rounds, protection.vectors)
+
+    @property
+    def _rows(self) -> int:
+        """Number of rows from which the noise, the sampling rate, and the steps are computed.
+
+        For a client of a simulation, this is the number of its training samples. A site uses its
+        declared number, or else the largest power of two that is at most the number of its samples.
+        The privacy guarantee holds for any number, because the accounting uses the sampling rate
+        with which the rows are drawn. The noise, the consumed budget, and the round in which the
+        budget is exhausted thus do not reveal the exact number of rows.
+        """
+        rows, declared = len(self._samples.own.y), self._node.declared
+        if declared is None:
+            return rows
+        return declared.rows or 2 ** (rows.bit_length() - 1)
+
+    def _warn_of_rows(self) -> None:
+        """Log a warning if the declared number of rows differs from the data by a factor of two."""
+        rows, declared = len(self._samples.own.y), self._node.declared
+        if declared is not None and declared.rows and not 0.5 <= declared.rows / rows <= 2:
+            LOG.warning(
+                "%s: rows = %d, but the site has %d training samples. Batches contain %.2g times "
+                "as many samples as 'training.batch-size'. Correct the number.",
+                *(declared.path, declared.rows, rows, rows / declared.rows),
+            )
 
     @contextlib.contextmanager
     def training(
@@ -316,11 +343,13 @@ class DifferentialPrivacy(Withholding):
     ) -> Iterator[Optimization]:
         """Charge the budget for all steps, and then yield a DP-SGD optimizer."""
         noise, norm = self.noise.gradients, self._settings.max_grad_norm
+        # Some methods train on additional public rows.
+        rows = self._rows + max(0, rows - len(self._samples.own.y))
         steps = epoch(rows, batch_size, noise)
         self._charge(replace(steps, count=steps.count * epochs))
         info = self._samples.info
         with dp_sgd(
-            optimizing, models, noise, norm, min(batch_size, rows), info.kind, info.shape
+            optimizing, models, noise, norm, min(batch_size, rows), info.kind, info.shape, rows
         ) as private:
             yield private
 
@@ -330,24 +359,21 @@ class DifferentialPrivacy(Withholding):
     ) -> ClassMeans:
         """Compute class means from clipped and noised sums, in a separate pass over the samples.
 
-        Sums accumulated during training are discarded, because each batch used different weights.
+        Sums accumulated during training are not used, because each batch used different weights.
+        The batch size of the pass, which a server may choose, does not affect the guarantee.
         """
         protection = self._config.method.spec.privacy
         norm = min(self._settings.class_clip, protection.norm)
         self._charge(
             Release(combined_noise(self.noise.sums, self.noise.counts, protection.vectors))
         )
-        own = self._samples.own
-        sums.clear()
+        own, clipped = self._samples.own, ClippedClassSums(len(sums.counts), norm)
         with evaluating(model):
             size = evaluation_batch(model, own.x, self._compute)
             for x, y in zip(torch.split(own.x, size), torch.split(own.y, size), strict=True):
                 features, logits = model.features_and_logits(self._compute.to_inputs(x))
-                views = features, from_logits(logits) if from_logits else logits
-                features, logits = (clipped(view.float(), norm) for view in views)
-                sums.add(features, logits, y)
-        totals = sums.features, sums.logits, sums.counts
-        return noised_means(*totals, self.noise, norm, self._min_samples, SecretNoise())
+                clipped.add(features, from_logits(logits) if from_logits else logits, y)
+        return clipped.noised_means(self.noise, self._min_samples, SecretNoise())
 
     def epsilon(self) -> float | None:
         """Return the epsilon that the run has consumed so far, at the run's delta.

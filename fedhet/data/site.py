@@ -45,6 +45,8 @@ DECLARATION = "site.toml"
 """Declaration file of a site for runs that hide its samples (`PrivacySettings.hides_samples`): data
 settings, number of classes, and shape."""
 CLASSES = "classes.txt"
+MAX_ROWS = 10**12
+"""Maximum number of rows that a site may declare."""
 READING = (
     "sample_kind", "test_fraction", "image_size", "text_column", "label_column", "tokenizer",
     "vocabulary", "max_tokens",
@@ -75,6 +77,9 @@ class Declaration:
     """Class names, in the order of the labels."""
     kind: Kind
     shape: Shape
+    rows: int = 0
+    """Public number of training rows, from which a private site computes its noise and its steps;
+    0 = undeclared."""
 
     @classmethod
     def read(cls, directory: str, max_bytes: int) -> Declaration:
@@ -99,8 +104,12 @@ class Declaration:
             raise DataError(f"{path}: file not found. {_DECLARE}")
         number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
         names = schema.outputs if schema else _read_class_names(root, None)
+        rows = declared.pop("rows", None)
+        if rows is not None and (type(rows) is not int or not 2 <= rows <= MAX_ROWS):
+            rule = f"expected an integer from 2 to {MAX_ROWS}"
+            raise DataError(f"{path}: rows: {rule}, got {rows!r}. {_DECLARE}")
         for name in declared.keys() - {kebab(each) for each in READING}:
-            known = ", ".join(["num-classes", "shape", *map(kebab, READING)])
+            known = ", ".join(["num-classes", "shape", "rows", *map(kebab, READING)])
             raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
         table = build(DataSettings, declared, prefix=f"{path}: data.")
         own = {"max_bytes": max_bytes, "task": schema.task if schema else table.task}
@@ -128,7 +137,8 @@ class Declaration:
         if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
             rule = "expected the shape of a sample, such as [3, 32, 32]"
             raise DataError(f"{path}: shape: {rule}, got {shape!r}. {_DECLARE}")
-        return cls(str(path), spec, names or tuple(map(str, range(number))), kind, sample_shape)
+        names = names or tuple(map(str, range(number)))
+        return cls(str(path), spec, names, kind, sample_shape, rows or 0)
 
     @property
     def settings(self) -> dict[str, Any]:

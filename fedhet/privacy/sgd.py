@@ -23,7 +23,7 @@ from fedhet.kinds import KINDS, Kind, Shape
 from fedhet.learning.training import Optimization
 from fedhet.models import HetModel
 from fedhet.privacy.accounting import EXTRA, root_handlers_kept
-from fedhet.privacy.noise import SecretNoise
+from fedhet.privacy.noise import Grid, SecretNoise, on_exact_device
 
 
 class PrivateOptimization(Optimization):
@@ -31,18 +31,25 @@ class PrivateOptimization(Optimization):
 
     compiles = False  # torch.compile would skip Opacus' hooks.
 
-    def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
+    def __init__(
+        self, plain: Optimization, noise: float, norm: float, batch_size: int, rows: int = 0
+    ) -> None:
         """Wrap the optimizer `plain`; `noise` is relative to `norm`, the maximum gradient norm."""
         super().__init__(plain.optimizer, plain.scaler)
         self._secret = SecretNoise()
         self._noise, self._norm, self._batch_size = noise, norm, batch_size
+        self._rows = rows
 
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterator[Tensor]:
-        """Yield the row indices of each Poisson sample in an epoch. A sample may be empty."""
-        rate = min(1.0, batch_size / samples)
-        for _ in range(-(-samples // batch_size)):
+        """Yield the row indices of each Poisson sample in an epoch. A sample may be empty.
+
+        The sampling rate and the number of steps follow from the accounted number of rows.
+        """
+        rows = self._rows or samples
+        rate = min(1.0, batch_size / rows)
+        for _ in range(-(-rows // batch_size)):
             yield self._secret.sample(samples, rate).to(device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
@@ -57,9 +64,10 @@ class PrivateOptimization(Optimization):
         self.optimizer.zero_grad(set_to_none=True)
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
-        noised = self._secret.add(self._clipped_sums(parameters), self._noise, self._norm)
+        grid = Grid(self._norm, sum(parameter.numel() for parameter in parameters))
+        noised = self._secret.add(self._clipped_sums(parameters, grid), self._noise, grid)
         for parameter, total in zip(parameters, noised, strict=True):
-            parameter.grad = total / self._batch_size
+            parameter.grad = (total / self._batch_size).to(parameter)
             parameter.grad_sample = None  # type: ignore[attr-defined]
         if isinstance(penalty, Tensor):
             grads = torch.autograd.grad(penalty, parameters, allow_unused=True)
@@ -68,24 +76,17 @@ class PrivateOptimization(Optimization):
                     parameter.grad += grad
         self.optimizer.step()
 
-    def _clipped_sums(self, parameters: list[nn.Parameter]) -> list[Tensor]:
-        """Return the sum of the clipped per-sample gradients for each parameter.
+    def _clipped_sums(self, parameters: list[nn.Parameter], grid: Grid) -> list[Tensor]:
+        """Return the exact sum of the clipped per-sample gradients for each parameter.
 
-        A gradient with NaN or infinity cannot be clipped and is replaced by zeros.
+        The sums are integers on the grid. A gradient with NaN or infinity is replaced by zeros.
         """
         per_sample: list[Any] = [getattr(p, "grad_sample", None) for p in parameters]
-        used = [grads for grads in per_sample if grads is not None]
-        if not used:  # The Poisson sample is empty.
-            return [torch.zeros_like(parameter) for parameter in parameters]
-        norms = torch.stack([grads.flatten(1).norm(dim=1) for grads in used]).norm(dim=0)
-        scale = (self._norm / (norms + 1e-6)).clamp(max=1.0)
-        finite = norms.isfinite()
-        if not finite.all():
-            scale = scale.where(finite, 0)
-            used = [g.where(finite.view(-1, *[1] * (g.dim() - 1)), 0) for g in used]
-        sums = iter(torch.einsum("i,i...", scale, grads) for grads in used)
+        sums = iter(grid.sum_all([grads for grads in per_sample if grads is not None]))
         return [
-            torch.zeros_like(parameter) if grads is None else next(sums)
+            torch.zeros_like(on_exact_device(parameter), dtype=torch.int64)
+            if grads is None
+            else next(sums)
             for parameter, grads in zip(parameters, per_sample, strict=True)
         ]
 
@@ -99,12 +100,14 @@ def dp_sgd(
     batch_size: int,
     kind: str = "",
     shape: Shape | None = None,
+    rows: int = 0,
 ) -> Iterator[PrivateOptimization]:
     """Convert an optimizer to DP-SGD within the block, with per-sample gradients of `models`.
 
     Each trained parameter must belong to one of the models. `noise` is relative to `norm`, the
-    maximum L2 norm of a sample's gradient. Raises ModelError if a sample's gradient depends on
-    other samples (see `check_supports_dp`).
+    maximum L2 norm of a sample's gradient. `rows` is the number of rows from which the sampling
+    rate and the number of steps follow; 0 = the number of samples. Raises ModelError if a sample's
+    gradient depends on other samples (see `check_supports_dp`).
     """
     trained = {id(parameter) for parameter in plain.parameters()}
     hooked = [m for m in models if any(id(p) in trained for p in m.parameters())]
@@ -117,7 +120,7 @@ def dp_sgd(
     try:
         # Ignore PyTorch's warning that the input of a model's first layer has no gradient.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        yield PrivateOptimization(plain, noise, norm, batch_size)
+        yield PrivateOptimization(plain, noise, norm, batch_size, rows)
     finally:
         for each in hooks:
             each.cleanup()
@@ -250,7 +253,7 @@ class _RandomInputs:
 
     def _inputs(self, count: int) -> Tensor:
         size = (count, *(self.shape if self.kind.is_numeric else self.shape[1:2]))
-        noise = self.secret.add([torch.zeros(size, dtype=torch.float64)], 1.0, 1.0)[0]
+        noise = self.secret.add([torch.zeros(size, dtype=torch.int64)], 1.0, Grid(1.0))[0]
         if self.kind.is_numeric:
             return noise.to(self.dtype)
         return 1 + (noise.abs() * 1e4).long() % (self.shape[2] - 1)
