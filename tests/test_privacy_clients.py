@@ -67,6 +67,7 @@ DESCRIBED = {
     "own_data": "whether it is a site with a folder",
     "base": "a digest of the pretrained model",
     "task": "settings",
+    "stored": "constant",
 }
 SENT = {
     "weights": "trained by DP-SGD",

@@ -152,8 +152,12 @@ class Withholding(NoPrivacy):
     hides_scores = True
 
     def public_info(self, info: ClientInfo) -> ClientInfo:
-        """Replace the number of samples with a constant, so every client has the same weight."""
-        return replace(info, samples=MIN_SAMPLES)
+        """Return the description without properties of the samples.
+
+        The number of samples is a constant, so every client has the same weight. The format of the
+        samples is left out, because it depends on their values.
+        """
+        return replace(info, samples=MIN_SAMPLES, stored="given")
 
     def filter_reply(self, reply: Knowledge) -> Knowledge:
         """Remove the scalars from a reply, because they are metrics computed on the samples."""
