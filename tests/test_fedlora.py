@@ -325,7 +325,7 @@ def test_fedsa_gives_the_same_instructions_with_secure_aggregation(tmp_path):
         server = Server(federation("fedsa", **changes), directory)
         _, results = server.play(1)
         sent = {name for _, result in results for name in reply_of(result).tensors}
-        assert (sent == {"masked/0", "shares/0"}) is secure
+        assert (sent == {"commitment/0", "masked/0", "shares/0"}) is secure
         told.append([instruction_of(each).tensors for each in server.ask(2)])
     for one, other in zip(*told, strict=True):
         assert one.keys() == other.keys()

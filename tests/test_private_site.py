@@ -468,7 +468,9 @@ def test_a_server_does_not_learn_the_size_of_a_class_by_bisection(tmp_path):
     assert all(each == shown[0] for each in shown)
     (reply,) = [each for name, each in shown[0][0] if name == "fit"]
     assert "error" not in reply[2]
-    assert set(reply[3]) == {"masked/0", "shares/0", "commitment/0"}, "the site does not refuse the sum"
+    assert set(reply[3]) == {"masked/0", "shares/0", "commitment/0"}, (
+        "the site does not refuse the sum"
+    )
 
 
 def test_a_site_without_enough_samples_of_a_class_that_it_lists_joins_no_run(tmp_path, caplog):

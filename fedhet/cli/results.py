@@ -201,8 +201,10 @@ Kind = Annotated[
 ]
 Architecture = Annotated[
     str,
-    typer.Option(
-        metavar="MODEL", help="Architecture of the server's model, such as cnn2, if it has several."
+    option(
+        "MODEL",
+        "Architecture of the server's model, such as cnn2, if it has several.",
+        default="the only architecture",
     ),
 ]
 
