@@ -18,7 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fedhet.base.arrays import load_npz, map_npy, read_npy
+from fedhet.base.arrays import read_npy
+from fedhet.base.disk import load_npz, map_npy
 from fedhet.base.errors import StateError
 from fedhet.client_runtime.state import ClientState, MessageClient, ReplyStore
 from fedhet.data.sources.files import kind_of_clients, read_arrays

@@ -59,7 +59,7 @@ def test_thresholds_are_those_of_the_documentation():
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    weighty = replace(SITES[4], weight=700)
+    weighty = replace(SITES[4], weight=4)
     peers = Peers((weighty, *SITES[3::-1]), colluding=2, least=4, server="malicious")
     secure.write_peers(tmp_path / "peers.toml", peers)
     found = read_peers(tmp_path / "peers.toml")
@@ -136,6 +136,7 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
         (SITES, {"server": "honest"}, "server: expected curious or malicious, got 'honest'"),
         ((*SITES, ("b", KEYS[5], (), 0)), {}, "b: weight: expected an integer from 1 to 1000"),
         ((*SITES, ("b", KEYS[5], (), 1001)), {}, "b: weight: expected an integer from 1 to 1000"),
+        ((*SITES, ("b", KEYS[5], (), 6)), {}, "none of which has more weight than the other sites"),
     ],
 )
 def test_a_rule_that_protects_nobody_is_refused(sites, rules, fault):
@@ -276,7 +277,7 @@ def test_simulated_clients_have_new_keys_each_time_and_keep_them(tmp_path):
 def test_sites_join_their_files_and_see_one_digest(tmp_path):
     for k in range(3):
         words = ["certs", tmp_path / str(k), "--peer", f"site-{k}", "--classes", "0-2,5"]
-        words += ["--weight", 50] if k == 2 else []
+        words += ["--weight", 2] if k == 2 else []
         assert command(*words).exit_code == 0
     files = [tmp_path / str(k) / f"site-{k}.peer.toml" for k in range(3)]
     outs = [tmp_path / "first.toml", tmp_path / "second.toml"]
@@ -288,7 +289,7 @@ def test_sites_join_their_files_and_see_one_digest(tmp_path):
     assert shown[0] == shown[1] == command("peers", outs[0]).output.splitlines()
     peers = read_peers(outs[0])
     assert (peers.colluding, peers.least, peers.server) == (1, 3, "curious")
-    assert [peer.weight for peer in peers.peers] == [1, 1, 50]
+    assert [peer.weight for peer in peers.peers] == [1, 1, 2]
     assert peers.peer("site-1").classes == ("0", "1", "2", "5")
     digest = next(line for line in shown[0] if line.startswith("digest: "))
     assert digest.removeprefix("digest: ").replace(" ", "") == peers.digest.hex()
@@ -356,6 +357,19 @@ def test_sites_of_a_local_deployment_have_the_limit_of_its_run(tmp_path, monkeyp
     LocalDeployment(tmp_path, 3, secure=True, min_samples=5).start_node(0)
     ((*_, config),) = started
     assert "min-samples-per-class=5 peers=" in config
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", 0.5), ("optimizer", "sgd"), ("local-epochs", 2), ("batch-size", 8)],
+)
+def test_a_site_with_peers_has_no_training_settings_of_its_own(tmp_path, name, value):
+    """If only this site trained, a server would learn its update from the sum."""
+    values, _ = node_of(tmp_path)
+    masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True}).run
+    assert read_node(values, masked)
+    with pytest.raises(SettingsError, match=f"node-config '{name}': must not be set"):
+        read_node({**values, name: value}, masked)
 
 
 def test_a_node_has_the_key_that_its_peers_know(tmp_path):

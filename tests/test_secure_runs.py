@@ -98,6 +98,9 @@ def check_same_instructions(config, directory):
         assert one.keys() == other.keys()
         for key in one:
             assert one[key].dtype == other[key].dtype
+            if key.endswith("num_batches_tracked"):  # would reveal the number of samples
+                assert other[key] == 0, "as in the first instruction"
+                continue
             np.testing.assert_allclose(other[key], one[key], rtol=2e-6, atol=4e-6, err_msg=key)
             compared += one[key].size
     assert compared > 100
@@ -252,6 +255,29 @@ def test_a_site_that_requires_protection_from_a_malicious_server_refuses_other_s
 def test_settings_with_which_a_server_could_know_single_replies_are_rejected(setting, value):
     with pytest.raises(SettingsError, match=setting):
         config_of("fedavg", **SECURE, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg", {"training.weight-decay": 1001.0}),
+        ("fedprox", {"fedprox.mu": 1001.0}),
+        ("pfedme", {"pfedme.strength": 1001.0}),
+        ("pfedme", {"pfedme.strength": 10.0, "pfedme.rate": 0.11}),
+    ],
+)
+def test_regularization_must_not_amplify_the_site_with_the_most_batches(method, settings):
+    """A step that multiplies weights by less than -1 makes the longest training dominate a sum."""
+    with pytest.raises(SettingsError, match="the regularization multiplies weights by -"):
+        config_of(method, **SECURE, **settings)
+    assert config_of(method, **settings)
+    assert config_of(method, **SECURE)
+
+
+def test_the_precision_does_not_depend_on_the_machine():
+    changed = {"engine.precision": "auto"}
+    assert config_of("fedavg", **changed).run.engine.precision == "auto"
+    assert config_of("fedavg", **changed, **SECURE).run.engine.precision == "float32"
 
 
 def test_sums_do_not_reveal_numbers_of_samples(tmp_path):

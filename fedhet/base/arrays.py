@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,30 +117,3 @@ def read_npy(file: IO[bytes]) -> Array:
             return flat.reshape(shape, order="F" if is_fortran else "C")
     file.seek(start)
     return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def load_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, Array]:
-    """Read arrays from an .npz file without pickle. The default is to read all arrays."""
-    arrays = {}
-    with zipfile.ZipFile(path) as archive:
-        if names is None:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-        for name in names:
-            with archive.open(f"{name}.npy") as file:
-                arrays[name] = read_npy(file)
-    return arrays
-
-
-def map_npy(path: Path) -> Array:
-    """Map an .npy file of version 1.0 into memory, copy-on-write.
-
-    Torch accepts the array without a warning, and writes never reach the file.
-    """
-    with path.open("rb") as file:
-        if (version := np.lib.format.read_magic(file)) != (1, 0):
-            raise ValueError(f"unsupported .npy version, expected (1, 0), got {version}")
-        shape, is_fortran, dtype = read_header(file)
-        if dtype.hasobject:
-            raise ValueError("pickled objects are unsupported")
-        order: Literal["C", "F"] = "F" if is_fortran else "C"
-        return np.memmap(file, dtype, "c", file.tell(), shape, order)

@@ -19,12 +19,15 @@ import secrets
 import stat
 import time
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from safetensors import SafetensorError
 
+from fedhet.base.arrays import Array, read_header, read_npy
 from fedhet.base.errors import SettingsError, StateError, error_reason, error_text, one_line
 
 MAX_BYTES = 2**29
@@ -352,3 +355,30 @@ def check_no_symlinks(directory: Path) -> None:
 def _check_no_symlink(path: Path) -> None:
     if path.is_symlink():
         raise StateError(f"{path} is a symlink, expected a file or directory. Remove the symlink.")
+
+
+def load_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, Array]:
+    """Read arrays from an .npz file without pickle. The default is to read all arrays."""
+    arrays = {}
+    with zipfile.ZipFile(path) as archive:
+        if names is None:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+        for name in names:
+            with archive.open(f"{name}.npy") as file:
+                arrays[name] = read_npy(file)
+    return arrays
+
+
+def map_npy(path: Path) -> Array:
+    """Map an .npy file of version 1.0 into memory, copy-on-write.
+
+    Torch accepts the array without a warning, and writes never reach the file.
+    """
+    with path.open("rb") as file:
+        if (version := np.lib.format.read_magic(file)) != (1, 0):
+            raise ValueError(f"unsupported .npy version, expected (1, 0), got {version}")
+        shape, is_fortran, dtype = read_header(file)
+        if dtype.hasobject:
+            raise ValueError("pickled objects are unsupported")
+        order: Literal["C", "F"] = "F" if is_fortran else "C"
+        return np.memmap(file, dtype, "c", file.tell(), shape, order)

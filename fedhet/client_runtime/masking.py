@@ -37,6 +37,7 @@ from fedhet.base.errors import MaskingError, StateError, error_text
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ReplyStore
 from fedhet.config.resolve import Config
+from fedhet.config.secure import DOMINATED
 from fedhet.settings.run import PLACE, where_it_ran
 from fedhet.wire.contract import Sizes, Sum, TensorField, WeightsField, check_finite, ids_of
 from fedhet.wire.identity import ClientInfo, is_name
@@ -107,6 +108,8 @@ class Masking:
         self._faults: list[str] = []
         """Reasons why this site refuses lanes of the request."""
         self._nonce, self._request = b"", ""
+        self._counters: Mapping[str, Array] = {}
+        """Integer tensors of the instruction, such as the numbers of batches in batch norms."""
 
     # Masked replies.
 
@@ -145,6 +148,11 @@ class Masking:
             self._lanes.append(replace(lane, instruction=digest))
         if not self._lanes:
             raise MaskingError("; ".join(self._faults))
+        self._counters = {
+            name: value
+            for name in instruction.tensors
+            if np.issubdtype((value := instruction.tensors[name]).dtype, np.integer)
+        }
         digest = content_digest(instruction.tensors, instruction.scalars)
         lanes = json.dumps([[lane.number, lane.cohort] for lane in self._lanes])
         self._request = context(
@@ -163,8 +171,11 @@ class Masking:
         self._ledger.commit(run, round, REPLY, self._request, lambda: None)
         return stored[1:]
 
-    def masked(self, envelope: Envelope, sent: Knowledge) -> Knowledge:
+    def masked(self, envelope: Envelope, sent: Knowledge, model: str = "") -> Knowledge:
         """Return a reply with one masked vector for each lane that this site does not refuse.
+
+        `model` is the name of the client's architecture. Sites whose replies must depend only on
+        common values must have the same architecture.
 
         Raises MaskingError if this site refuses all lanes.
         """
@@ -175,10 +186,12 @@ class Masking:
             for part in layout.parts:
                 check_finite(self._name, part.name, sent.tensors[part.name])
             threshold = self._peers.threshold(len(lane.cohort))
+            declared = self._sums[lane.number]
+            is_same = declared.within == "architecture" or declared.server == "malicious"
             bound = context(
                 *(envelope.run, self._nonce, envelope.round, lane.number, lane.cohort),
                 *(self._peers.digest, threshold, layout.describe(), [*map(str, lane.rows)]),
-                *(lane.instruction, self._run_settings),
+                *(lane.instruction, self._run_settings, model if is_same else ""),
             )
             rows = own.intersection(lane.rows)
             # A site must send a row for each class listed for it in the peers file: if two of three
@@ -192,12 +205,14 @@ class Masking:
                     "samples."
                 )
                 continue
+            # Two sums that differ by one site would reveal its numbers of samples and batches.
             values = dict(sent.tensors)
-            if not self._is_private:
-                # Exact numbers of samples would be revealed by two sums that differ by one site.
-                for part in layout.parts:
-                    if part.kind == "totals":
-                        values[part.name] = np.full_like(values[part.name], self._weight)
+            for part in layout.parts:
+                value = values[part.name]
+                if part.kind == "integer":
+                    values[part.name] = self._counters.get(part.name, np.zeros_like(value))
+                elif part.kind == "totals" and not self._is_private:
+                    values[part.name] = np.full_like(value, self._weight)
             vector = layout.encode(values, self._weight, self._peers.max_weight, rows)
             secret = secrets.token_bytes(shamir.SECRET_BYTES)
             layout.add_mask(vector, secret, 1)
@@ -327,6 +342,8 @@ class Masking:
             raise MaskingError(
                 f"{REQUEST}: cohort: expected at least {least} sites, got {len(names)}"
             )
+        if peers.is_dominated(names):
+            raise MaskingError(f"{REQUEST}: cohort: {DOMINATED}")
         rows: list[int] = []
         if any(ids_of(self._contract, f) for f in self._contract.fields if f.name in lane.fields):
             present = ((c, sites.intersection(names)) for c, sites in peers.holders.items())
@@ -351,6 +368,8 @@ class Masking:
         sites, smallest = len(lane.cohort), self._peers.smallest
         if len(names) < (threshold := self._peers.threshold(sites)):
             return f"expected at least {threshold} of {sites} sites, got {len(names)}"
+        if self._peers.is_dominated(names):
+            return DOMINATED
         for label in lane.rows:
             if (found := len(self._peers.holders.get(label, set()).intersection(names))) < smallest:
                 return f"expected at least {smallest} sites that list class {label}, got {found}"

@@ -28,7 +28,7 @@ from fedhet.data.store import RunData
 from fedhet.models import assign
 from fedhet.settings.defense import PrivacySettings
 from fedhet.settings.run import RunSettings, TrainingSettings, training_of
-from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schema, build
+from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schema, build, kebab
 from fedhet.wire.identity import client_name
 
 STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
@@ -190,6 +190,12 @@ def read_node(
                 "node-config 'peers', 'peers-key': not set, expected the files of this site, "
                 "because the run uses secure aggregation. Create them with `fedhet certs` and "
                 "`fedhet peers`."
+            )
+        if own := [name for name in OWN_TRAINING if getattr(settings, name)]:
+            # With settings under which only this site trains, a server would learn its update.
+            raise SettingsError(
+                f"node-config '{kebab(own[0])}': must not be set with secure aggregation, which "
+                "requires the same training settings at all sites. Remove it, or set it in the run."
             )
         peers = read_peers(files[0])
         peers_key = own_key(peers, name, files[1])

@@ -33,8 +33,8 @@ from flwr.common import (
 )
 from torch import Tensor, nn
 
-from fedhet.base.arrays import Arrays, group, grouped, load_npz
-from fedhet.base.disk import Folder
+from fedhet.base.arrays import Arrays, group, grouped
+from fedhet.base.disk import Folder, load_npz
 from fedhet.base.errors import StateError
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.client_runtime.node import Node

@@ -432,7 +432,7 @@ class HetClient(NumPyClient):
                         reply, train_seconds = self._train(round, instruction)
                     reply = self.privacy.filter_reply(reply)
                     if masking:
-                        reply = masking.masked(envelope, reply)
+                        reply = masking.masked(envelope, reply, self.info.model)
                     arrays = self.codec.encode(envelope, instruction, reply)
                     self.state.save(round, best if isinstance(best, int) else 0)
                     if self._recorded_in != run:

@@ -168,7 +168,8 @@ def complete(given: GivenSettings) -> Config:
         pool = spec.pool(kind)
         pool = models.private_pool(pool) if is_private else pool
         changes["models"] = run.models.model_copy(update={"pool": pool})
-    if is_private and run.engine.precision == "auto":
+    # With secure aggregation, the precision must not depend on the machines of the sites.
+    if (is_private or run.privacy.secure_aggregation) and run.engine.precision == "auto":
         changes["engine"] = run.engine.model_copy(update={"precision": "float32"})
 
     changes["metrics"] = _metrics_of_task(run, method)
@@ -335,6 +336,12 @@ def _check_secure_aggregation(config: Config) -> None:
     values = run.flat()
     for name, allowed in SUMMED.items():
         _check_allowed(name, values[name], allowed, setting)
+    if (damping := sums.damping(settings, run.training)) > 1:
+        # Each step multiplies the weights by 1 - damping. Below -1, the site with the most steps
+        # would send by far the largest values, and a malicious server would know its update.
+        problem = f"the regularization multiplies weights by {1 - damping:.3g} in each step"
+        expected = "values whose product with the regularization's weight is at most 1"
+        raise invalid_setting("training.lr", run.training.first().lr, expected, problem)
     for name, pool in run.training.pools().items():
         if len(pool) > 1:
             # A malicious server could choose values with which it knows all replies but one.

@@ -40,6 +40,10 @@ SIMULATED = "_peers"
 this name."""
 MAX_WEIGHT = 1000
 """Maximum weight of a site. A value of a site with weight w loses log2(max. weight / w) bits."""
+DOMINATED = (
+    "expected sites none of which has more weight than the other sites together, because a sum "
+    "would be almost equal to its values"
+)
 Server = Literal["curious", "malicious"]
 """Server that follows the protocol, or server that may lie."""
 _VERSION = 2
@@ -105,6 +109,8 @@ class Peers:
         if type(self.least) is int and self.least == 0:
             object.__setattr__(self, "least", lowest)
         _check("least", self.least, lowest, number)
+        if self.is_dominated(self.names):
+            raise SettingsError(f"weight: {DOMINATED}")
         if self.server not in (servers := get_args(Server)):
             raise SettingsError(
                 f"server: expected {' or '.join(servers)}, got {safe_repr(self.server)}"
@@ -114,6 +120,11 @@ class Peers:
     def names(self) -> tuple[str, ...]:
         """Names of all sites, sorted."""
         return tuple(peer.name for peer in self.peers)
+
+    def is_dominated(self, names: Iterable[str]) -> bool:
+        """Return whether one of the given sites has more weight than the other sites together."""
+        weights = [self.peer(name).weight for name in names]
+        return 2 * max(weights) > sum(weights)
 
     @property
     def max_weight(self) -> int:

@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedhet.base.arrays import map_npy
-from fedhet.base.disk import expanded
+from fedhet.base.disk import expanded, map_npy
 from fedhet.base.errors import DataError, error_reason
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import DataSpec, check_max_bytes, reading

@@ -26,8 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedhet.base.arrays import map_npy
-from fedhet.base.disk import Folder
+from fedhet.base.disk import Folder, map_npy
 from fedhet.base.errors import (
     DataError,
     SettingsError,

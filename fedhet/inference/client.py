@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -69,9 +69,11 @@ from fedhet.runs.records import MAX_ROUNDS, NAN, Headline, Origin
 from fedhet.runs.storage import CHECKPOINTS, Checkpoint, Checkpoints, ClientStore
 from fedhet.runs.units import natural
 from fedhet.server.codec import without_versions
-from fedhet.strategies.base import HetStrategy, ServerModel
 from fedhet.wire.identity import SERVER, ClientInfo, client_name
 from fedhet.wire.knowledge import Knowledge
+
+if TYPE_CHECKING:
+    from fedhet.strategies.base import HetStrategy, ServerModel
 
 _AT_SERVER = (
     ". The server stores the other kinds: pass its run directory, and 'server' instead of a client."

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedhet.methods import fedavg
+from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import NonNegative
 
 EXTENDS = "fedavg"
@@ -21,8 +22,15 @@ class FedProxSettings(fedavg.FedAvgSettings):
     mu: NonNegative = Field(0.01, description="weight mu of the proximal term in Eq. 2")
 
 
+def damping(settings: FedProxSettings, training: TrainingSettings) -> float:
+    """Return the fraction of a weight that weight decay and the proximal term remove per step."""
+    first = training.first()
+    return float(first.lr * (first.weight_decay + settings.mu))
+
+
 SPEC = replace(
     fedavg.SPEC,
+    sums=replace(fedavg.SPEC.sums, damping=damping),
     title="FedAvg with a proximal term",
     paper="Li et al., Federated Optimization in Heterogeneous Networks",
     paper_model="the averaged model",

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from fedhet.methods import fedavg
 from fedhet.methods.spec import OWN_MODEL, Protection
+from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import Count, Positive
 
 
@@ -22,8 +23,16 @@ class PFedMeSettings(fedavg.FedAvgSettings):
     )
 
 
+def damping(settings: PFedMeSettings, training: TrainingSettings) -> float:
+    """Return the largest fraction of a weight that regularization removes per step (Eqs. 7, 8)."""
+    first = training.first()
+    personal = first.lr * (first.weight_decay + settings.strength)
+    return float(max(personal, settings.rate * settings.strength))
+
+
 SPEC = replace(
     fedavg.SPEC,
+    sums=replace(fedavg.SPEC.sums, damping=damping),
     title="personal models kept close to local copies of the averaged model",
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",

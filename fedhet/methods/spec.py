@@ -122,6 +122,12 @@ CLASS_SUMS = "DP-SGD, plus a separate pass that adds noise to class sums and cou
 PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-processing")
 
 
+def weight_decay_per_step(settings: Any, training: TrainingSettings) -> float:
+    """Return the fraction of a weight that weight decay removes in each step."""
+    first = training.first()
+    return float(first.lr * first.weight_decay)
+
+
 @dataclass(frozen=True)
 class Sums:
     """Support of a method for secure aggregation, in which the server receives only sums."""
@@ -132,6 +138,9 @@ class Sums:
     """Reason why the method does not support secure aggregation, or "" if it does."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values required with secure aggregation, by field of the method's settings."""
+    damping: Callable[[Any, TrainingSettings], float] = weight_decay_per_step
+    """Called with the method's settings and the training settings. Returns the fraction of a weight
+    that regularization removes in each step, at most 1 with secure aggregation."""
 
     def of(self, settings: Any, task: str = AUTO) -> tuple[Sum, ...]:
         """Return the sums that a run needs, given the settings of the method and the task."""

@@ -116,6 +116,8 @@ class DefenseSettings(Schema):
 
 
 Delta = Annotated[float, Field(gt=0, lt=0.1)]
+ClippingNorm = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Norm far from the smallest and largest numbers of float32, where rounding exceeds the norm."""
 MIN_NOISE = 0.3
 """Minimum noise multiplier that privacy accounting supports.
 
@@ -145,8 +147,10 @@ class PrivacySettings(Schema):
         description="standard deviation of DP-SGD's noise, as a multiple of 'max-grad-norm', at "
         "least 0.3; 0 = derived from 'epsilon'",
     )
-    max_grad_norm: Positive = Field(1.0, description="clipping norm of per-sample gradients (L2)")
-    class_clip: Positive = Field(
+    max_grad_norm: ClippingNorm = Field(
+        1.0, description="clipping norm of per-sample gradients (L2)"
+    )
+    class_clip: ClippingNorm = Field(
         5.0,
         description="methods based on class means: clipping norm (L2) of each sample's features or "
         "logits before summation over the class; for fd, at most 1",

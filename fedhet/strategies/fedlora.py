@@ -41,7 +41,6 @@ from fedhet.algorithms.weights import average_weights, cut_submodel
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.config.resolve import Config
-from fedhet.methods.fedavg import part_sizes
 from fedhet.methods.fedlora import (
     SPEC,
     FedLoraSettings,
@@ -161,7 +160,7 @@ class FedLoraStrategy(HetStrategy):
     ) -> Mapping[str, ServerModel]:
         """Return the head and the adapters, truncated to the rank of the model."""
         settings: Any = config.method_settings
-        shapes = part_sizes(settings, client).models["weights"]
+        shapes = SPEC.sizes(settings, client).models["weights"]
         rank = group(state, RANKS).get(client.name)  # A client may have pruned its adapters.
         shapes = shapes if rank is None else with_rank(shapes, int(rank))
         weights = cut_submodel(group(state, "weights"), shapes)

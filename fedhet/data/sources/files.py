@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.base.arrays import load_npz, read_header
-from fedhet.base.disk import expanded
+from fedhet.base.arrays import read_header
+from fedhet.base.disk import expanded, load_npz
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest, one_line
 from fedhet.data import tables
 from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
