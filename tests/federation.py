@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.secure import write_simulated
 from fedhet.config.sources import full_name
+from fedhet.data.store import RunData
 from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
@@ -25,6 +27,7 @@ from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import kebab
 from fedhet.strategies.base import HetStrategy
+from fedhet.wire.identity import client_name
 
 SMALL = {
     "clients": 4,
@@ -182,6 +185,15 @@ class Server:
             if isinstance(stored := result.parameters, SpooledPayload):
                 stored.tensors = stored.read().tensors
         return answers
+
+
+def weighed_by_samples(data: RunData, *, peers_of=simulation.peers_of):
+    """Give each simulated client its number of samples as its public weight, as in a plain run."""
+    peers, keys = peers_of(data)
+    clients = len(peers.peers)
+    weights = {client_name(k, clients): len(data.split_rows(k)[0]) for k in range(clients)}
+    sites = tuple(replace(peer, weight=weights[peer.name]) for peer in peers.peers)
+    return replace(peers, peers=sites), keys
 
 
 def client_of(proxy) -> HetClient:

@@ -54,6 +54,7 @@ def reference_prototypes(replies, by_samples):
 def test_the_server_averages_prototypes_over_the_clients_that_have_the_class(tmp_path, weighting):
     """Use Dirichlet splits with missing classes, and the latest reply of each client."""
     changes = {"clients": 4, "fraction": 0.5, "alpha": 0.3, "models": "mlp"}
+    changes |= {"engine.samples-cap": 10.0}
     server = Server(fedproto(**changes, **{"fedproto.weighting": weighting}), tmp_path)
     latest = {}
     for number in (1, 2, 3):

@@ -162,7 +162,8 @@ def test_at_full_width_it_is_fedavg_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("weighting", ["clients", "samples"])
 def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, weighting):
-    config = federation(clients=4, **{"heterofl.weighting": weighting})
+    settings = {"heterofl.weighting": weighting, "engine.samples-cap": 10.0}
+    config = federation(clients=4, **settings)
     server = Server(config, tmp_path)
     before = {name: value.copy() for name, value in server.strategy.weights.items()}
     asked = server.ask(1)

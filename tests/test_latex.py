@@ -115,7 +115,7 @@ def test_a_table_has_the_columns_for_which_a_paper_has_room(tmp_path: Path) -> N
         make(tmp_path / method, method=method, kinds=kinds, protocols=both)
     text = comparison_latex(compare([tmp_path]))
     assert list(parsed(text)[0]) == [
-        "run", "common private", "common local", "worst client", "bytes up", "bytes down"
+        "run", "model", "common headline", "worst client", "bytes up", "bytes down"
     ]  # fmt: skip
     omitted = next(line for line in text.splitlines() if line.startswith("% Columns only in"))
     assert "personal global" in omitted

@@ -572,7 +572,8 @@ def test_a_nodes_own_settings_go_before_the_runs():
 
 @pytest.mark.parametrize("method", ["local", "fedtype", "cofed"])
 def test_without_test_splits_the_common_set_judges(tmp_path, method):
-    config = small(method, test_fraction=0.0, models="mlp", max_samples=200)
+    no_cap = {"engine.samples-cap": 10.0}
+    config = small(method, test_fraction=0.0, models="mlp", max_samples=200, **no_cap)
     summary = run(config, tmp_path / "run", report=True)
     assert set(summary["accuracy"]) == {"common"}
     assert summary["headline"] == "common"

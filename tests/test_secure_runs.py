@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import Server, fast, records, run, small
+from federation import Server, fast, records, run, small, weighed_by_samples
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import CutError, Notices, resumed, same_but_for_the_name
 from rounds import instruction_of, reply_of
@@ -20,11 +20,9 @@ from rounds import instruction_of, reply_of
 from fedhet.base.errors import MaskingError, SettingsError
 from fedhet.client_runtime.masking import Masking
 from fedhet.config.resolve import resolve
-from fedhet.data.store import RunData
 from fedhet.engines import simulate as simulation
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.server.unmasking import Unmasking
-from fedhet.wire.identity import client_name
 from fedhet.wire.knowledge import Knowledge, decode, encode
 
 SUMMED = sorted(name for name, method in all_methods()[0].items() if method.spec.sums.lanes)
@@ -69,15 +67,6 @@ def test_the_methods_of_the_design_can_be_summed():
 def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, monkeypatch, method):
     monkeypatch.setattr(simulation, "peers_of", weighed_by_samples)
     check_same_instructions(config_of(method), tmp_path)
-
-
-def weighed_by_samples(data: RunData, *, peers_of=simulation.peers_of):
-    """Give each simulated client its number of samples as its public weight, as in a plain run."""
-    peers, keys = peers_of(data)
-    clients = len(peers.peers)
-    weights = {client_name(k, clients): len(data.split_rows(k)[0]) for k in range(clients)}
-    sites = tuple(replace(peer, weight=weights[peer.name]) for peer in peers.peers)
-    return replace(peers, peers=sites), keys
 
 
 def check_same_instructions(config, directory):

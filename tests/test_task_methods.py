@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, fast, run
+from federation import Server, client_of, fast, run, weighed_by_samples
 from interruption import cut_and_resumed
 from rounds import (
     PLAIN,
@@ -47,6 +47,7 @@ from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, order_of
 from fedhet.data.tables import infer_schema
 from fedhet.data.tasks import Classification, Regression
+from fedhet.engines import simulate as simulation
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import optimization_for
 from fedhet.methods.registry import all_methods, find_method
@@ -717,7 +718,10 @@ def test_a_single_output_does_not_hide_gradients_of_other_samples():
         if each.spec.sums.lanes and "regression" in each.spec.tasks and name != "fedsa"
     ],
 )
-def test_masked_sums_give_the_same_instructions_as_plain_replies(table, tmp_path, method):
+def test_masked_sums_give_the_same_instructions_as_plain_replies(
+    table, tmp_path, monkeypatch, method
+):
+    monkeypatch.setattr(simulation, "peers_of", weighed_by_samples)
     field = "logits" if method in ("ds-fl", "fedmd") else "weights"
     changes = {"heterofl.levels": ["a", "b"], "heterofl.weighting": "samples"}
     changes = {**(changes if method == "heterofl" else {}), "clients": 6, "data.partition": "iid"}
