@@ -116,7 +116,7 @@ class DefenseSettings(Schema):
 
 
 Delta = Annotated[float, Field(gt=0, lt=0.1)]
-ClippingNorm = Annotated[float, Field(ge=1e-6, le=1e6)]
+ClippingNorm = Annotated[float, Field(ge=1e-12, le=1e6)]
 """Norm far from the smallest and largest numbers of float32, where rounding exceeds the norm."""
 MIN_NOISE = 0.3
 """Minimum noise multiplier that privacy accounting supports.
