@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -29,11 +31,21 @@ class Assassin(Watcher):
 
     def round_finished(self, record) -> None:
         if not self.killed:
-            ours = psutil.Process().children(recursive=True)
-            worker = next(p for p in ours if p.name().startswith("ray::Worker"))
+            worker = self._worker()
             os.kill(worker.pid, signal.SIGKILL)
             worker.wait(30)
             self.killed.append(worker.pid)
+
+    def _worker(self) -> psutil.Process:
+        """Wait for a worker, because Ray renames its processes while calls begin and end."""
+        deadline = time.monotonic() + 30
+        while True:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.name().startswith("ray::Worker"):
+                        return process
+            assert time.monotonic() < deadline, "no worker of Ray was found within 30 s"
+            time.sleep(0.1)
 
     def notice(self, text: str) -> None:
         self.said.append(text)
