@@ -160,6 +160,31 @@ def test_the_mean_of_what_goes_on_is_the_robust_average(average):
     assert [int(each.tensors["weights/steps"]) for each in found] == list(range(5)), "counters"
 
 
+@pytest.mark.parametrize("average", ROBUST)
+@pytest.mark.parametrize("contract", [MODELS, PARTS], ids=["equal", "nested"])
+def test_the_order_of_tensors_exempts_no_reply(average, contract):
+    """A client that lists its tensors in another order is compared with the others."""
+    layers = [{"w": w, "b": b} for w, b in zip(near((4, 3), 5), near((3,), 5), strict=True)]
+    replies = [
+        Knowledge({f"weights/{name}": np.float32(value) for name, value in each.items()})
+        for each in layers
+    ]
+    factors = {name: -3 * value for name, value in replies[2].tensors.items()}
+    replies[2] = Knowledge(dict(reversed(factors.items())))
+    rule = defense(average, contract)
+    if RULES[average].selects:
+        assert rule.included(replies).tolist() == [True, True, False, True, True]
+    else:
+        new = [
+            reply.replacing(robust)
+            for reply, robust in zip(replies, rule.combined(replies), strict=True)
+        ]
+        for name in ("weights/w", "weights/b"):
+            honest = np.mean([reply.tensors[name] for reply in replies[:2] + replies[3:]], 0)
+            for reply in new:
+                np.testing.assert_allclose(reply.tensors[name], honest, atol=0.5)
+
+
 def test_parts_of_one_model_are_averaged_where_they_overlap():
     values = [RNG.normal(size=shape) for shape in ((4, 4), (2, 2), (4, 4), (3, 3), (4, 4))]
     replies = [model(each) for each in values]

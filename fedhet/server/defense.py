@@ -205,7 +205,10 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
     clients_by_key: dict[object, list[int]] = {}
     values: dict[int, Mapping[str, Array]] = {}
     for client, reply in enumerate(replies):
-        names = [n for n in reply.tensors if n == field.name or n.startswith(field.name + "/")]
+        # Sorted, because a client that chooses another order must not be in a group of its own.
+        names = sorted(
+            n for n in reply.tensors if n == field.name or n.startswith(field.name + "/")
+        )
         tensors = {n: v for n in names if np.issubdtype((v := reply.tensors[n]).dtype, np.floating)}
         if not tensors or not all(value.size for value in tensors.values()):
             continue
