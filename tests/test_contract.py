@@ -335,7 +335,7 @@ def test_required_weights():
     check(*sound(), contract=must)
     with pytest.raises(KnowledgeError, match="missing") as caught:
         check(*changed(NO_WEIGHTS), contract=must)
-    assert caught.value.field in NO_WEIGHTS
+    assert caught.value.field == "weights"
 
 
 def test_weights_without_a_model_to_compare_with_are_refused():
@@ -349,7 +349,7 @@ def test_two_models_do_not_stand_in_for_each_other():
     contract.check(SENDER, {"a/w": f32(1), "ab/w": f32(2)}, {}, Sizes({}, shapes))
     with pytest.raises(KnowledgeError) as caught:
         contract.check(SENDER, {"a/w": f32(1)}, {}, Sizes({}, shapes))
-    assert caught.value.field == "ab/w"
+    assert caught.value.field == "ab"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -392,3 +392,251 @@ def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match="settings table 'training'"):
         find_method("taken.training")
+
+
+# Methods whose messages violate their own contracts
+
+AVERAGING = """
+import numpy as np
+from fedhet.base.arrays import grouped
+from fedhet.clients.base import HetClient
+from fedhet.methods.spec import MethodSpec, model_shapes
+from fedhet.models import load_weights, to_arrays
+from fedhet.strategies.base import HetStrategy
+from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
+from fedhet.wire.knowledge import Knowledge
+
+LARGE = False
+WEIGHTS = WeightsField("weights", "weights of the model", required=False)
+
+
+def sizes(settings, client):
+    return Sizes({}, {"weights": model_shapes(client)})
+
+
+class OwnStrategy(HetStrategy):
+    spec = MethodSpec(
+        title="average with momentum", paper="no paper", headline="common", sizes=sizes,
+        one_model=True, large_messages=LARGE, instructions=Contract((WEIGHTS,)),
+        replies=Contract((WEIGHTS, ScalarField("steps", int, "steps", required=False))),
+    )
+
+    def aggregate(self, round, replies):
+        models = [reply.knowledge.group("weights") for reply in replies]
+        mean = {n: np.mean([each[n] for each in models], 0).astype(v.dtype)
+                for n, v in models[0].items()}
+        self.instruction = Knowledge(grouped("weights", self.changed(mean)))
+        return {}
+
+    def changed(self, mean):
+        return mean
+
+
+class OwnClient(HetClient):
+    def train(self, round, knowledge):
+        if weights := knowledge.group("weights"):
+            load_weights(self.network, weights)
+        self.fit_private(self.generator(round, "train"))
+        return Knowledge(grouped("weights", to_arrays(self.network)))
+"""
+NETS = """
+from torch import nn
+
+def normed(shape, classes):
+    features = nn.Sequential(nn.Flatten(), nn.LazyLinear(4), nn.BatchNorm1d(4))
+    return features, nn.Linear(4, classes)
+"""
+
+
+@pytest.fixture
+def run_own(tmp_path, monkeypatch, call):
+    """A function that runs a changed copy of `AVERAGING` as PACKAGE.mine.
+
+    Returns the status, the output, the number of finished rounds, and the module's lines.
+    """
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "normed_nets.py").write_text(NETS)
+
+    def run(package, *changes, words=()):
+        code = AVERAGING
+        for old, new in changes:
+            assert code.count(old) == 1
+            code = code.replace(old, new)
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "mine.py").write_text(code)
+        small = ("max-samples=200", "min-samples=20", "local-epochs=1")
+        common = ["--rounds=4", "--clients=2", "--models=normed_nets:normed", "--backend=inline"]
+        options = [*(f"--set={each}" for each in small), *common, f"--out={tmp_path / 'run'}"]
+        status, said, fault = call("run", f"{package}.mine", *options, *words)
+        rounds = tmp_path / "run" / "metrics.jsonl"
+        finished = len(rounds.read_text().splitlines()) if rounds.exists() else 0
+        return status, " ".join((said + fault).split()), finished, code.splitlines()
+
+    return run
+
+
+INVALID = {
+    "variances": (
+        "{n: v - 9 if n.endswith('running_var') else v for n, v in mean.items()}",
+        r"running_var: must be at least 0.0, got -\d",
+    ),
+    "nan": (
+        "{n: v * np.nan if v.dtype == 'float32' else v for n, v in mean.items()}",
+        "contains NaN or infinity",
+    ),
+    "shape": ("{n: v[..., None] for n, v in mean.items()}", r"expected float32 \[4, 64\], got"),
+    "dtype": ("{n: v.astype(float) for n, v in mean.items()}", "got float64"),
+    "name": ("{n + '_': v for n, v in mean.items()}", r"not a tensor of|: missing"),
+}
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", INVALID)
+def test_an_invalid_instruction_ends_the_run_and_names_the_function(kind, large, run_own):
+    value, fault = INVALID[kind]
+    package = f"invalid_{kind}_{large}"
+    changes = ("return mean", f"return {value}"), ("LARGE = False", f"LARGE = {large}")
+    status, said, finished, lines = run_own(package, *changes)
+    assert status == 2, said
+    assert finished == 1, "the run ends before a client receives the instruction"
+    assert re.search(rf"method '{package}\.mine': the instruction for client-[01] in round 2", said)
+    assert "violates MethodSpec.instructions (weights = weights): weights/" in said
+    assert re.search(fault, said)
+    line = lines.index("    def aggregate(self, round, replies):") + 1
+    assert f"Correct OwnStrategy.aggregate (mine.py, line {line})" in said
+    assert "dropped" not in said
+
+
+def test_an_invalid_instruction_for_the_evaluation_ends_the_run_in_its_round(run_own):
+    hook = (
+        "    def changed(self, mean):",
+        "    def eval_instruction(self, round, client):\n"
+        "        return Knowledge({'weight/bias': np.zeros(4, 'float32')})\n\n"
+        "    def changed(self, mean):",
+    )
+    status, said, finished, lines = run_own("invalid_evaluation", hook)
+    line = lines.index("    def eval_instruction(self, round, client):") + 1
+    assert (status, finished) == (2, 0)
+    assert "weight/bias: unknown field, expected one of weights; did you mean 'weights'?" in said
+    assert f"OwnStrategy.eval_instruction (mine.py, line {line})" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ('grouped("wieghts", to_arrays(self.network))', "wieghts/"),
+        ('{}, {"stpes": 3}', "stpes: unknown field, expected one of steps; did you mean 'steps'?"),
+    ],
+)
+def test_a_misspelled_field_of_a_reply_ends_the_run_in_round_1(fields, fault, run_own, request):
+    package = f"misspelled{request.node.callspec.indices['fields']}"
+    old = 'grouped("weights", to_arrays(self.network))'
+    status, said, finished, lines = run_own(package, (old, fields))
+    line = lines.index("    def train(self, round, knowledge):") + 1
+    assert (status, finished) == (2, 0)
+    assert (
+        f"the reply of OwnClient.train (mine.py, line {line}) violates MethodSpec.replies" in said
+    )
+    assert f"of the method '{package}.mine': {fault}" in said
+    assert "unknown field, expected one of " in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "side"),
+    [
+        (
+            '[reply.knowledge.group("weights") for',
+            '[reply.knowledge.group("wieghts") for',
+            "aggreg",
+        ),
+        ('if weights := knowledge.group("weights")', 'if weights := knowledge.group("wigts")', "w"),
+    ],
+)
+def test_reading_a_misspelled_field_is_an_error(old, new, side, run_own, request):
+    package = f"misread{request.node.callspec.indices['old']}"
+    status, said, finished, lines = run_own(package, (old, new))
+    (line,) = (number for number, text in enumerate(lines, 1) if new in text)
+    assert (status, finished) == (2, 0)
+    assert re.search(r"unknown field, expected one of (steps, )?weights; did you mean 'w", said)
+    assert f"line {line}" in said
+
+
+def test_a_valid_custom_average_of_weights_runs(run_own):
+    status, said, finished, _ = run_own("valid_average")
+    assert (status, finished) == (0, 4), said
+
+
+# Claims of privacy belong to one client class
+
+CLAIMING = """
+import dataclasses
+from fedhet.clients.fedavg import FedAvgClient
+from fedhet.methods.fedavg import SPEC
+from fedhet.strategies.fedavg import FedAvgStrategy
+
+
+class MyStrategy(FedAvgStrategy):
+    spec = SPEC
+
+
+class MyClient(FedAvgClient):
+    pass
+"""
+COPIED = 'dataclasses.replace(SPEC, title="a copy"{})'
+
+
+@pytest.mark.parametrize(
+    ("spec", "claims", "reason"),
+    [
+        ("SPEC", False, "declared for no client (MethodSpec.claims_for), expected {}.MyClient"),
+        (COPIED.format(""), False, "declared for no client"),
+        (COPIED.format(', claims_for="fedhet.clients.fedavg.FedAvgClient"'), False,
+         "it is declared for the client fedhet.clients.fedavg.FedAvgClient"),
+        (COPIED.format(', claims_for=f"{__name__}.MyClient"'), True, ""),
+    ],
+)  # fmt: skip
+def test_a_copied_declaration_does_not_inherit_claims_of_privacy(
+    spec, claims, reason, tmp_path, monkeypatch, call, request
+):
+    package = f"claiming{request.node.callspec.indices['spec']}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "mine.py").write_text(CLAIMING.replace("spec = SPEC", f"spec = {spec}"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"{package}.mine"
+    found, built_in = find_method(name).spec, find_method("fedavg").spec
+    assert built_in.privacy.mechanism
+    assert built_in.sums.lanes[0].server == "malicious"
+    status, said, _ = call("methods", name)
+    said = " ".join(said.split())
+    assert status == 0
+    if claims:
+        assert (found.privacy, found.sums) == (built_in.privacy, built_in.sums)
+        assert "Privacy (`privacy.epsilon`): unsupported" not in said
+        return
+    assert not found.privacy.mechanism
+    assert not found.sums.lanes
+    reason = reason.format(name)
+    assert reason in found.privacy.unsupported
+    assert f"unsupported, because {found.privacy.unsupported}" in said
+    for setting, value in (("epsilon", 5.0), ("secure-aggregation", True)):
+        with pytest.raises(SettingsError, match="claims_for"):
+            resolve({"method": name, f"privacy.{setting}": value})
+
+
+def test_a_claiming_method_does_not_lend_its_claims_to_a_subclass_elsewhere(tmp_path, monkeypatch):
+    own = CLAIMING.replace(
+        "spec = SPEC", 'spec = dataclasses.replace(SPEC, claims_for="lender.a.MyClient")'
+    )
+    (tmp_path / "lender").mkdir()
+    (tmp_path / "lender" / "a.py").write_text(own)
+    borrowing = (
+        "from lender.a import MyClient as Theirs, MyStrategy as Server\n"
+        "class MyStrategy(Server):\n    pass\n"
+        "class MyClient(Theirs):\n    pass\n"
+    )
+    (tmp_path / "lender" / "b.py").write_text(borrowing)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_method("lender.a").spec.privacy.mechanism
+    borrowed = find_method("lender.b").spec
+    assert "lender.a.MyClient" in borrowed.privacy.unsupported
+    assert "expected lender.b.MyClient" in borrowed.sums.unsupported

@@ -11,6 +11,7 @@ from fedhet.algorithms.weights import energy_kept, factors, min_rank
 from fedhet.base.errors import KnowledgeError
 from fedhet.runs.measures import Measured
 from fedhet.server.reply import Reply, magnitudes_of
+from fedhet.server.round import RoundState
 from fedhet.server.steps import expand_factors
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.factors import FactorsField, max_rank, packed, unpacked
@@ -169,7 +170,10 @@ def test_products_are_made_when_they_are_used():
     client = ClientInfo("a", "mlp", 10, 10, "image", (1, 8, 8))
     sizes = Sizes({}, {"update": SHAPES})
     reply = Reply(client, Knowledge(tensors), Measured({}))
-    (expanded,) = expand_factors([reply], contract=CONTRACT, sizes=lambda client: sizes)
+    state = RoundState(1, print)
+    (expanded,) = expand_factors(
+        [reply], contract=CONTRACT, sizes=lambda client: sizes, state=state
+    )
     whole = expanded.knowledge
     assert list(whole.group("update")) == list(SHAPES)
     product = tensors[f"{CONV}/left"] @ tensors[f"{CONV}/right"]
@@ -183,6 +187,17 @@ def test_products_are_made_when_they_are_used():
     ]
     total = np.sqrt(sum(s.sum() for s in squares) / sum(s.size for s in squares))
     assert magnitudes_of(whole)["update"] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [1e7, 3e30])
+def test_a_product_beyond_the_limit_drops_its_reply(value):
+    tensors = sound() | {f"{CONV}/left": np.full((6, 3), value, "float32")}
+    tensors[f"{CONV}/right"] = np.full((3, 8), value, "float32")
+    client = ClientInfo("a", "mlp", 10, 10, "image", (1, 8, 8))
+    reply, state = Reply(client, Knowledge(tensors), Measured({})), RoundState(1, lambda text: None)
+    sizes = Sizes({}, {"update": SHAPES})
+    assert not [*expand_factors([reply], contract=CONTRACT, sizes=lambda _: sizes, state=state)]
+    assert state.record.failed["a"].startswith(f"{CONV}: ")
 
 
 @pytest.mark.parametrize("average", ["mean", "median"])

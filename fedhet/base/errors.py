@@ -6,9 +6,10 @@ Each message is a single line that names the setting or file, the problem, and w
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 MAX_CHARACTERS = 500
@@ -60,6 +61,10 @@ class MaskingError(FedhetError):
 
 class StateError(FedhetError):
     """Raised if a saved state is missing, truncated, or from another run, method or model."""
+
+
+class InvalidInstructionError(StateError):
+    """Raised if a strategy returns an instruction that violates the method's contract."""
 
 
 class MissingSamplesError(StateError):
@@ -143,6 +148,12 @@ def error_location(error: BaseException, module: str) -> str:
         places.append((error.filename or "", error.lineno))
     in_package = [each for each in places if package in Path(each[0]).with_suffix("").parts]
     return f" ({in_package[-1][0]}, line {in_package[-1][1]})" if in_package else ""
+
+
+def definition_of(function: Callable[..., object]) -> str:
+    """Return the qualified name, file, and line of a function, e.g. "A.train (a.py, line 3)"."""
+    code = inspect.unwrap(function).__code__
+    return f"{function.__qualname__} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
 def import_hint(error: BaseException, path: str) -> str:

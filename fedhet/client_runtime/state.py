@@ -266,6 +266,7 @@ class ClientCodec:
         if knowledge.tensors or knowledge.scalars or not may_be_empty:
             contract = self._method.spec.instructions
             contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
+        knowledge = knowledge.declaring(self._method.spec.instructions)
         if self._instructions and (weights := self._instructions.weights_of(knowledge.tensors)):
             # Keep the weights from the last few rounds. Delete weights from later rounds, which
             # were sent before the server resumed from an earlier round.

@@ -20,7 +20,13 @@ from flwr.client import Client, NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
-from fedhet.base.errors import FedhetError, MaskingError, UserModelError
+from fedhet.base.errors import (
+    FedhetError,
+    KnowledgeError,
+    MaskingError,
+    UserModelError,
+    definition_of,
+)
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.client_runtime.local_training import FixMatch, LocalTrainer, Predict, injected_faults
 from fedhet.client_runtime.masking import Masking
@@ -499,9 +505,25 @@ class HetClient(NumPyClient):
             reply, seconds = timed(self.train, round, instruction)
             if not isinstance(reply, Knowledge):
                 raise TypeError(f"train must return Knowledge, got {reply!r:.100}")
+            self._check_names(reply)
         self.recipe.end(self.training, None if self.privacy.is_on else self.loss)
         self.state.metadata["participations"] = self.state.participations + 1
         return reply, seconds
+
+    def _check_names(self, reply: Knowledge) -> None:
+        """Raise ValueError if `train` misspells a field of the reply, or omits a required field.
+
+        The server also checks the reply, but cannot tell the function that caused the error.
+        """
+        method, sender = self.config.method, self.node.name
+        contract, unused = method.spec.replies, self.sizes().unused
+        try:
+            contract.check_names(sender, reply.tensors, reply.scalars, unused)
+        except KnowledgeError as error:
+            raise ValueError(
+                f"the reply of {definition_of(type(self).train)} violates MethodSpec.replies of "
+                f"the method '{method.name}': {error.reason}"
+            ) from None
 
     def _evaluate_held_out(self, round: int, instruction: Knowledge) -> Evaluations:
         """Evaluate the model that the method offers to held-out clients.

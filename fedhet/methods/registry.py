@@ -7,8 +7,9 @@ other method. The extending method may then omit its strategy or its client, and
 the other method instead.
 
 An external method is one module that contains a strategy and a client; the strategy's `spec` is
-the declaration. The setting `method` contains the import path of the module, `package.module`, or
-the name of an entry point in the group `fedhet.methods`.
+the declaration, except claims of privacy for another client class. The setting `method` contains
+the import path of the module, `package.module`, or the name of an entry point in the group
+`fedhet.methods`.
 """
 
 from __future__ import annotations
@@ -148,12 +149,13 @@ def _load_external(name: str, path: str) -> Method:
             f"setting 'method' = '{name}': cannot import '{path}'{error_location(error, path)}: "
             f"{describe_error(error)}{import_hint(error, path)}"
         ) from error
-    strategy, _ = (_find_class(name, path, base) for base in BASES)
+    strategy, client = (_find_class(name, path, base) for base in BASES)
     if not isinstance(spec := getattr(strategy, "spec", None), MethodSpec):
         raise SettingsError(
             f"setting 'method' = '{name}': {path}.{strategy.__name__}.spec must be an instance of "
             f"fedhet.methods.spec.MethodSpec, got {spec!r}"
         )
+    spec = spec.claimed_by(f"{client.__module__}.{client.__qualname__}")
     return Method(name, spec, (path, path))
 
 

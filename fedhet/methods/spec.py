@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from fedhet.algorithms import Part
@@ -260,6 +260,11 @@ class MethodSpec:
     """Support for differential privacy of the clients' samples."""
     sums: Sums = UNDECLARED_SUMS
     """Support for secure aggregation."""
+    claims_for: str = ""
+    """Client class for which `privacy` and `sums` are declared, e.g. "mymethods.heads.HeadClient".
+
+    Required for custom methods that support either of them. A copied declaration thus loses the
+    support, because it describes another client (see `claimed_by`)."""
     warning: str = ""
     """Warning shown before a run starts."""
     simulation_only: bool = False
@@ -270,7 +275,7 @@ class MethodSpec:
         """Check the fields. Raises TypeError or ValueError if a field is invalid."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
-        require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
+        require(self, robustness=str, warning=str, privacy=Protection, sums=Sums, claims_for=str)
         require(self, deployed=Mapping, paper_model=str, ensemble=tuple)
         require(self, needs_task=str, only_tasks=str, any_model=str)
         require(self, with_classes=Mapping, without_classes=Mapping)
@@ -306,6 +311,20 @@ class MethodSpec:
                 f"MethodSpec: 'ensemble' and the kind '{ENSEMBLE}' in 'kinds' must be declared "
                 "together"
             )
+
+    def claimed_by(self, client: str) -> MethodSpec:
+        """Return the declaration without the support in `privacy` and `sums` for other clients.
+
+        Args:
+            client: Module and name of the method's client class.
+        """
+        if self.claims_for == client:
+            return self
+        other = f"the client {self.claims_for}" if self.claims_for else "no client"
+        reason = f"it is declared for {other} (MethodSpec.claims_for), expected {client}"
+        privacy = self.privacy if self.privacy.unsupported else Protection(unsupported=reason)
+        sums = self.sums if self.sums.unsupported else Sums(unsupported=reason)
+        return replace(self, privacy=privacy, sums=sums)
 
     @property
     def offered_kind(self) -> str:

@@ -27,7 +27,7 @@ from fedhet.server.round import RoundState
 from fedhet.server.unmasking import SizesOf, Unmasking
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
-from fedhet.wire.contract import VARIANCES, Contract, TensorField, WeightsField
+from fedhet.wire.contract import VARIANCES, Contract, TensorField, WeightsField, check_values
 from fedhet.wire.factors import FactorsField, unpacked
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -81,7 +81,7 @@ def steps_of(
         return [masked, partial(unmasking, sizes=sizes), contract, *magnitude]
     steps: list[Step] = [contract]
     if any(isinstance(field, FactorsField) for field in replies.fields):
-        steps.append(partial(expand_factors, contract=replies, sizes=sizes))
+        steps.append(partial(expand_factors, contract=replies, sizes=sizes, state=state))
     if run.pace.may_be_late and spec.late == "averaged":
         steps.append(StaleUpdateRebase(run.pace, replies, instruct))
     if run.attack.kind in IN_THE_PAPER:
@@ -112,9 +112,13 @@ def check_contract(
 
 
 def expand_factors(
-    replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf
+    replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf, state: RoundState
 ) -> Iterator[Reply]:
-    """Replace low-rank factors in checked replies with full updates, computed on access."""
+    """Replace low-rank factors in checked replies with full updates, computed on access.
+
+    Drops replies whose updates are too large. The factors are within the limits of the contract,
+    but their product may not be.
+    """
     factored = [field.name for field in contract.fields if isinstance(field, FactorsField)]
     for reply in replies:
         tensors = reply.knowledge.tensors
@@ -127,7 +131,12 @@ def expand_factors(
             shapes = sizes(reply.client).models[field]
             updates = unpacked(reply.knowledge.group(field), shapes)
             sources |= {f"{field}/{name}": partial(updates.__getitem__, name) for name in updates}
-        yield reply.with_knowledge(Knowledge(OnDemand(sources), reply.knowledge.scalars))
+        with state.drop_on_error(reply.client.name):
+            for name, make in sources.items():
+                if callable(make) and name.partition("/")[0] in factored:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        check_values(reply.client.name, name, make())
+            yield reply.with_knowledge(Knowledge(OnDemand(sources), reply.knowledge.scalars))
 
 
 class StaleUpdateRebase:

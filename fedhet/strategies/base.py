@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from flwr.server.strategy import Strategy
 from torch import nn
 
 from fedhet.base.arrays import Array, check_dtypes
-from fedhet.base.errors import FedhetError, StateError
+from fedhet.base.errors import (
+    FedhetError,
+    InvalidInstructionError,
+    KnowledgeError,
+    StateError,
+    definition_of,
+)
 from fedhet.base.metrics import is_shown, measured_names
 from fedhet.client_runtime.samples import ServerRecord, write_server_record
 from fedhet.config.resolve import Config
@@ -44,6 +50,7 @@ from fedhet.server.calls import (
     NamedProxy,
     RoundResults,
     UserCodeFaults,
+    is_user_code_error,
     name_of,
     reasons,
 )
@@ -158,6 +165,8 @@ class HetStrategy(Strategy):
         self._late = LateReplies(log.directory, log.run_name, limit)
         self.collector = Collector(self.run, self._codec, self._late, self._used_spool)
         self._sampler = ClientSampler(self.run)
+        self._instruct_error: Exception | None = None
+        """Error in the creation of a large instruction, which occurred in another thread."""
 
     # Hooks that a method implements.
 
@@ -303,6 +312,14 @@ class HetStrategy(Strategy):
         """
         return self.spec.sizes(self.settings, client)
 
+    def instruction_sizes(self, client: ClientInfo) -> Sizes:
+        """Return the axis sizes and weight shapes against which instructions are checked.
+
+        The default calls `spec.sizes`. Override it if the client overrides `sizes`. An axis without
+        a size may have any size.
+        """
+        return self.spec.sizes(self.settings, client)
+
     def evaluates_after(self, round: int) -> bool:
         """Return whether clients evaluate after `aggregate` rather than directly after training.
 
@@ -436,6 +453,7 @@ class HetStrategy(Strategy):
         calls: list[tuple[ClientProxy, FitIns]] = []
         if not self.spec.large_messages:
             instructions = {m.info.name: self.instruct(server_round, m.info) for m in selected}
+            self._check_instructions(server_round, instructions, self.members)
             payloads = self._codec.encode_all(server_round, instructions)
         for member in selected:
             name = member.info.name
@@ -459,8 +477,53 @@ class HetStrategy(Strategy):
         The weights are not sent as differences, because differences would depend on the other
         clients.
         """
-        instructions = {client.name: self.instruct(round, client)}
+        try:
+            instructions = {client.name: self.instruct(round, client)}
+            self._check_instructions(round, instructions, self.members)
+        except Exception as error:
+            if is_user_code_error(error) or isinstance(error, InvalidInstructionError):
+                self._instruct_error = error  # Otherwise, the failure would be the client's.
+            raise
         return self._codec.encode_all(round, instructions, differences=False)[client.name]
+
+    def _check_instructions(
+        self,
+        round: int,
+        instructions: Mapping[str, Knowledge],
+        members: Mapping[str, Member],
+        *,
+        training: bool = True,
+    ) -> None:
+        """Check instructions before they are sent, because clients would have to reject them.
+
+        An instruction for several clients is checked once for each distinct set of sizes. Raises
+        InvalidInstructionError if an instruction violates the contract.
+        """
+        checked: dict[int, list[Sizes]] = {}
+        hook = type(self).instruct if training else type(self).eval_instruction
+        for name, knowledge in instructions.items():
+            if not isinstance(knowledge, Knowledge):
+                raise TypeError(f"{hook.__name__} must return Knowledge, got {knowledge!r:.100}")
+            if not (training or knowledge.tensors or knowledge.scalars):
+                continue  # Clients may evaluate without an instruction.
+            sizes = self.instruction_sizes(members[name].info)
+            if sizes in (done := checked.setdefault(id(knowledge), [])):
+                continue
+            done.append(sizes)
+            try:
+                self.spec.instructions.check(SERVER, knowledge.tensors, knowledge.scalars, sizes)
+            except KnowledgeError as error:
+                is_first = training and not self.state.rollback.formed
+                causes = (type(self).init if is_first else type(self).aggregate, hook)
+                own = [each for each in causes if each.__module__ != HetStrategy.__module__]
+                fields = {field.name: field for field in self.spec.instructions.fields}
+                field = fields.get(error.field.partition("/")[0])
+                declared = f" ({field.name} = {field.describe()})" if field else ""
+                raise InvalidInstructionError(
+                    f"method '{self.run.method}': the instruction for {name} in round {round} "
+                    f"violates MethodSpec.instructions{declared}: {error.reason}. Correct "
+                    f"{' or '.join(map(definition_of, own or causes))}."
+                ) from None
 
     def _proxy(self, member: Member, **options: Any) -> NamedProxy:
         """Return the proxy that sends a message to a member."""
@@ -484,6 +547,8 @@ class HetStrategy(Strategy):
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """Decode and check the replies, and aggregate the replies that the method accepts."""
         self.state.clock.stop_waiting()
+        if self._instruct_error is not None:
+            raise self._instruct_error
         self._code_faults.report(failures)
         torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
         with self._spool.read():
@@ -520,6 +585,8 @@ class HetStrategy(Strategy):
         """Yield the replies that the method accepts."""
         for reply in replies:
             with self.state.drop_on_error(reply.client.name):
+                declared = reply.knowledge.declaring(self.spec.replies)
+                reply = replace(reply, knowledge=declared)
                 accepted = self.accept(self.state.record.round, reply)
                 if not reply.clients:  # The clients of a sum were recorded earlier.
                     self.state.record_measured(reply.client.name, reply.measured)
@@ -546,8 +613,9 @@ class HetStrategy(Strategy):
         if not instructions:
             self._finish_round()
             return []
-        payloads = self._codec.encode_all(server_round, instructions, training=False)
         all_members, held_out = {**self.members, **self._held_out.members}, self._held_out.names
+        self._check_instructions(server_round, instructions, all_members, training=False)
+        payloads = self._codec.encode_all(server_round, instructions, training=False)
         calls: list[tuple[ClientProxy, EvaluateIns]] = [
             (
                 self._proxy(all_members[name]),

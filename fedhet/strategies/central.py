@@ -45,6 +45,10 @@ class CentralStrategy(HetStrategy):
         """Return the size of axis C (classes) and the shapes of the trained model's tensors."""
         return sizes_in(self.run, self.settings, client)
 
+    def instruction_sizes(self, client: ClientInfo) -> Sizes:
+        """Return the same sizes as for replies."""
+        return self.sizes(client)
+
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select only the trainer; all clients evaluate after the round."""
         names = [member.name for member in members if member.name == trainer(self.run)]

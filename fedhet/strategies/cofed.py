@@ -58,6 +58,11 @@ class CofedStrategy(HetStrategy):
         values = client.classes + (self.settings.margin > 0)
         return Sizes({"C": client.classes, "N": self.instances, "L": values})
 
+    def instruction_sizes(self, client: ClientInfo) -> Sizes:
+        """Return the sizes of axes C (classes), L (prediction values), N (public instances)."""
+        classes = client.classes
+        return Sizes({"C": classes, "L": classes + 1, "N": self.instances})
+
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return the client's pseudolabels R_i (step 3, Eq. 19), and request predictions.
 

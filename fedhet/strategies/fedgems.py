@@ -68,6 +68,10 @@ class FedGemsStrategy(HetStrategy):
         rows = self.wanted.nonzero()[0]
         return Sizes({"C": client.classes, "Q": len(rows)}, rows={"Q": rows})
 
+    def instruction_sizes(self, client: ClientInfo) -> Sizes:
+        """Return the sizes of axes C (classes) and B (bytes of a mask over public samples)."""
+        return Sizes({"C": client.classes, "B": -(-len(self.y) // 8)})
+
     def eval_models(self) -> dict[str, nn.Module]:
         return {"server": self.learner.model}
 

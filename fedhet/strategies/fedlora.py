@@ -95,6 +95,10 @@ class FedLoraStrategy(HetStrategy):
         rank = self.ranks.get(client.name, rank_in(sizes.models["weights"]))
         return replace(sizes, models={"weights": with_rank(sizes.models["weights"], rank)})
 
+    def instruction_sizes(self, client: ClientInfo) -> Sizes:
+        """Return the shapes of the tensors that are exchanged under the aggregation rule."""
+        return sent_sizes(self.settings, client, self.rule)
+
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return the head and the adapters, truncated to the client's rank."""
         shapes = self.sizes(client).models["weights"]

@@ -62,6 +62,10 @@ class FedMdStrategy(HetStrategy):
         axes, unused = {"C": client.classes, "Q": len(self.requested)}, self._unused
         return Sizes(axes, rows={"Q": self.requested}, unused=unused)
 
+    def instruction_sizes(self, client: ClientInfo) -> Sizes:
+        """Return the sizes of axes C (classes) and N (public samples)."""
+        return Sizes({"C": client.classes, "N": len(self.public)}, unused=self._unused)
+
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the last consensus, on which clients train before they evaluate."""
         last = round == self.run.rounds and self.consensus is not None

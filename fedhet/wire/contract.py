@@ -7,7 +7,7 @@ also show the declaration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedhet.base.arrays import Array, Arrays, Shapes, group_of, grouped
-from fedhet.base.errors import KnowledgeError, nearest
+from fedhet.base.errors import KnowledgeError, closest, nearest
 
 MAX_MAGNITUDE = 1e12
 """Maximum absolute value of a number in a message, unless its field sets another limit.
@@ -264,28 +264,56 @@ class Contract:
                 violation.
         """
         fields = [field for field in self.fields if field.name not in sizes.unused]
-        scalar_names = {f.name for f in fields if isinstance(f, ScalarField)}
-        tensor_names = {f.name for f in fields if isinstance(f, TensorField)}
-        models = set(self.weights)
-        for name in scalars:
-            if name not in scalar_names:
-                raise _undeclared(sender, name, scalar_names)
-        for name in tensors:
-            model, slash, _ = name.partition("/")
-            if name not in tensor_names and not (slash and model in models):
-                raise _undeclared(sender, name, tensor_names | models)
+        self.check_names(sender, tensors, scalars, sizes.unused)
         axes = dict(sizes.axes)
         for field in fields:
             if isinstance(field, WeightsField):
                 _check_weights(sender, field, tensors, sizes.models.get(field.name, {}), axes)
-            elif field.name not in (scalars if isinstance(field, ScalarField) else tensors):
-                if field.required:
-                    raise KnowledgeError(sender, field.name, "missing")
             elif isinstance(field, ScalarField):
-                _check_scalar(sender, field, scalars[field.name])
-            else:
+                if field.name in scalars:
+                    _check_scalar(sender, field, scalars[field.name])
+            elif field.name in tensors:
                 needs = tuple(name for name in field.needs if name not in sizes.unused)
                 _check_tensor(sender, replace(field, needs=needs), tensors, axes)
+
+    def check_names(
+        self,
+        sender: str,
+        tensors: Iterable[str],
+        scalars: Iterable[str],
+        unused: Collection[str] = (),
+    ) -> None:
+        """Check that a message contains only declared fields, and all required fields.
+
+        Args:
+            sender: Name of the sender in error messages.
+            tensors: Names of the tensors in the message.
+            scalars: Names of the scalars in the message.
+            unused: Names of fields that the message must not contain, because of the run's task.
+
+        Raises:
+            KnowledgeError: If a field is unknown or missing.
+        """
+        fields = [field for field in self.fields if field.name not in unused]
+        scalar_names = {f.name for f in fields if isinstance(f, ScalarField)}
+        tensor_names = {f.name for f in fields if isinstance(f, TensorField)}
+        models, sent_models, tensors = set(self.weights), set[str](), [*tensors]
+        scalars = [*scalars]
+        for name in scalars:
+            if name not in scalar_names:
+                raise KnowledgeError(sender, name, unknown_field(name, scalar_names))
+        for name in tensors:
+            model, slash, _ = name.partition("/")
+            if name not in tensor_names and not (slash and model in models):
+                # A misspelled model is named without the tensor, so that the suggestion fits.
+                known = tensor_names | models
+                shown = model if slash and closest(model, known) else name
+                raise KnowledgeError(sender, name, unknown_field(shown, known))
+            sent_models.add(model)
+        sent = {*tensors, *scalars, *sent_models}
+        for field in fields:
+            if field.required and field.name not in sent:
+                raise KnowledgeError(sender, field.name, "missing")
 
 
 @dataclass(frozen=True)
@@ -389,9 +417,10 @@ def smallest_uint(size: int) -> np.dtype[Any]:
     return np.min_scalar_type(max(size, 1) - 1)
 
 
-def _undeclared(sender: str, name: str, names: set[str]) -> KnowledgeError:
+def unknown_field(name: str, names: Collection[str]) -> str:
+    """Return the message for a field that is not among the declared `names`."""
     rule = f"expected one of {', '.join(sorted(names))}" if names else "expected no field"
-    return KnowledgeError(sender, name, f"unknown field, {rule}{nearest(name, names)}")
+    return f"unknown field, {rule}{nearest(name, names)}"
 
 
 def _check_scalar(sender: str, field: ScalarField, value: bool | int | float | str) -> None:
@@ -492,6 +521,12 @@ def _check_range(sender: str, name: str, value: Array, low: float | None) -> Non
         raise KnowledgeError(
             sender, name, f"magnitude must be at most {MAX_MAGNITUDE:g}, got {outside}"
         )
+
+
+def check_values(sender: str, name: str, value: Array) -> None:
+    """Raise KnowledgeError if a tensor contains NaN, infinity, or numbers beyond MAX_MAGNITUDE."""
+    check_finite(sender, name, value)
+    _check_range(sender, name, value, None)
 
 
 def check_finite(sender: str, name: str, value: Array) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.base.arrays import Array, Arrays, OnDemand, group_of
 from fedhet.base.errors import KnowledgeError
+from fedhet.wire.contract import Contract, unknown_field
 from fedhet.wire.encodings import ENCODINGS, Encoded, EncodingError, to_half
 from fedhet.wire.identity import is_name
 
@@ -84,6 +85,8 @@ class Knowledge:
     """NumPy arrays by name. The weights of a model are named `<field>/<name in the state dict>`."""
     scalars: Scalars = field(default_factory=dict)
     """Numbers, booleans and strings by name."""
+    declared: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """Names of the fields in the contract of a received message; None if it is not received."""
 
     def group(self, name: str) -> Arrays:
         """Return the weights of one model, i.e. the tensors named `name/<key>`, by key.
@@ -96,7 +99,12 @@ class Knowledge:
 
         Returns:
             A mapping from names in the model's state dict to arrays.
+
+        Raises:
+            LookupError: If the message is received and its contract does not declare the field.
         """
+        if self.declared is not None and name not in self.declared:
+            raise LookupError(f"{name}: {unknown_field(name, self.declared)}")
         return group_of(self.tensors, name)
 
     def replacing(self, tensors: Arrays) -> Knowledge:
@@ -107,8 +115,12 @@ class Knowledge:
         """
         current = self.tensors
         if isinstance(current, OnDemand):
-            return Knowledge(current.replacing(tensors), self.scalars)
-        return Knowledge({**current, **tensors}, self.scalars)
+            return replace(self, tensors=current.replacing(tensors))
+        return replace(self, tensors={**current, **tensors})
+
+    def declaring(self, contract: Contract) -> Knowledge:
+        """Return a copy in which `group` rejects fields that `contract` does not declare."""
+        return replace(self, declared=frozenset(field.name for field in contract.fields))
 
 
 @dataclass(frozen=True)
