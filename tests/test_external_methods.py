@@ -524,7 +524,7 @@ def test_an_invalid_instruction_for_the_evaluation_ends_the_run_in_its_round(run
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ('grouped("wieghts", to_arrays(self.network))', "wieghts/"),
+        ('grouped("weightz", to_arrays(self.network))', "weightz/"),
         ('{}, {"stpes": 3}', "stpes: unknown field, expected one of steps; did you mean 'steps'?"),
     ],
 )
@@ -546,7 +546,7 @@ def test_a_misspelled_field_of_a_reply_ends_the_run_in_round_1(fields, fault, ru
     [
         (
             '[reply.knowledge.group("weights") for',
-            '[reply.knowledge.group("wieghts") for',
+            '[reply.knowledge.group("weightz") for',
             "aggreg",
         ),
         ('if weights := knowledge.group("weights")', 'if weights := knowledge.group("wigts")', "w"),
