@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -214,6 +215,70 @@ def test_wrong_shares_are_found_if_enough_right_shares_remain(sites, count):
     few = {k: shares[k] for k in sorted(shares, key=lambda k: k not in wrong)[:needed]}
     with pytest.raises(ValueError, match="do not determine"):
         shamir.join(few)
+
+
+def shares_of(secret, needed, count):
+    return dict(enumerate(shamir.split(secret, needed, count), 1))
+
+
+@pytest.mark.parametrize("wrong", [(), (7,), (3, 100), (104, 105)])
+def test_wrong_shares_among_many_are_found_if_two_more_than_necessary_are_right(wrong):
+    rng, secret = np.random.default_rng(7), bytes(range(32))
+    shares = {k: v for k, v in shares_of(secret, 101, 150).items() if k <= 105}
+    shares |= {number: rng.bytes(65).rjust(66, b"\0") for number in wrong}
+    assert shamir.join(shares, secret.__eq__) == (secret, wrong)
+    if len(wrong) == 2:  # 102 right shares are not enough for a search with few values.
+        del shares[1]
+        with pytest.raises(ValueError, match="104 shares do not determine the secret"):
+            shamir.join(shares, secret.__eq__)
+
+
+def test_two_wrong_shares_do_not_accuse_the_site_that_split_the_secret():
+    """The first moment of the wrong shares is zero, as if all shares lay on one polynomial."""
+    prime, secret = 2**521 - 1, bytes(range(32))
+    for sites, needed in ((10, 8), (80, 78)):
+        shares, weights = shares_of(secret, needed, sites), []
+        for number in (2, 7):
+            weight = number
+            for other in set(shares) - {number}:
+                weight = weight * other * pow(other - number, -1, prime) % prime
+            weights.append(weight)
+        errors = weights[1], -weights[0]
+        for number, error in zip((2, 7), errors, strict=True):
+            value = (int.from_bytes(shares[number], "big") + error) % prime
+            shares[number] = value.to_bytes(66, "big")
+        if sites == 10:
+            assert shamir.join(shares, secret.__eq__) == (secret, (2, 7))
+            continue
+        with pytest.raises(ValueError, match="do not determine the secret") as caught:
+            shamir.join(shares, secret.__eq__)
+        assert not isinstance(caught.value, shamir.DealerError)
+
+
+@pytest.mark.parametrize("fault", ["random shares", "another secret"])
+def test_the_work_of_a_failed_join_is_proportional_to_the_number_of_shares(fault):
+    """A malicious site could otherwise slow the server: there are 44,850 pairs of 300 shares."""
+    rng, right = np.random.default_rng(1), bytes(range(32))
+    shares = shares_of(bytes(32), 201, 300)
+    if fault == "random shares":
+        shares = {number: rng.bytes(65).rjust(66, b"\0") for number in shares}
+    shamir.join(shares_of(right, 201, 300), right.__eq__)  # computes the Lagrange weights
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line" and frame.f_code.co_filename == shamir.__file__
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        with pytest.raises(ValueError, match="300 shares d") as caught:
+            shamir.join(shares, right.__eq__)
+    finally:
+        sys.settrace(before)
+    assert isinstance(caught.value, shamir.DealerError) is (fault == "another secret")
+    assert lines < 30 * len(shares)
 
 
 def test_shares_lie_on_a_polynomial_of_the_right_degree():
@@ -1203,6 +1268,26 @@ def test_a_client_whose_seed_does_not_match_its_commitment_is_named(tmp_path):
     assert kit.notices[0] == (
         "round 1: site-01 sent shares of a seed that does not match its commitment"
     )
+
+
+def test_a_client_with_a_wrong_seed_costs_one_reconstruction_per_reply(tmp_path, monkeypatch):
+    """The shares of the other masks are joined once, and again when all clients have replied."""
+    kit, joined = Kit(tmp_path, 9, deployed=True), []
+
+    def counted(shares, is_secret):
+        joined.append(len(shares))
+        return shamir.join(shares, is_secret)
+
+    def change(tensors) -> None:
+        tensors[f"{COMMITMENT}/0"][0] ^= 1
+
+    monkeypatch.setattr("fedhet.server.unmasking.join", counted)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    assert not kit.total(altered_replies(kit, sent, 1, change))
+    assert kit.notices[0].endswith(
+        "site-01 sent shares of a seed that does not match its commitment"
+    )
+    assert sorted(joined) == [threshold(9, 1)] * 9 + [8] + [9] * 9
 
 
 def test_a_client_that_spoils_every_box_is_named_and_excluded(tmp_path):

@@ -20,7 +20,7 @@ from flwr.common import Context, EvaluateRes, FitRes, GetPropertiesIns, RecordDi
 from PIL import Image
 from rounds import reply_of
 
-from fedhet.base.errors import DataError, PrivacyError, SettingsError
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn, permitted, within_limits
 from fedhet.client_runtime.node import NodeSettings, close_clients
 from fedhet.config import secure
@@ -30,7 +30,7 @@ from fedhet.learning.devices import CPU
 from fedhet.learning.training import optimization_for
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.models import build as build_model
-from fedhet.privacy.accounting import Noise
+from fedhet.privacy.accounting import Noise, Release, epsilon_of
 from fedhet.privacy.ledger import Ledger
 from fedhet.privacy.sgd import dp_sgd
 from fedhet.server.calls import DirectProxy
@@ -39,10 +39,11 @@ from fedhet.settings.schema import build, kebab
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 DECLARED = "num-classes = 10\nshape = [1, 8, 8]\n"
-FEW_TESTS = f"{DECLARED}test-fraction = 0.05\n"
+FEW_TESTS = f"{DECLARED}test-fraction = 0.05\nrows = 60\n"
 """Declaration whose random test split cannot contain all samples of a listed class."""
 ROWS = 60
 READ_FAULT = ("StateError", "DataError at a private client; see the client's log for details")
+READ_FAULT_OF_DELTA = ("StateError", READ_FAULT[1].replace("DataError", "PrivacyError"))
 NOT_OF_DATA = {"engine.threads", "rounds"}
 """Settings whose values cost time and do not reach data: threads are the whole process's."""
 SITES = ("site-a", "site-b", "site-c")
@@ -346,7 +347,7 @@ def visible(result):
     return result.status, {k: len(v) if isinstance(v, bytes) else v for k, v in said}
 
 
-def transcript(folders, state, rounds=2, **run):
+def transcript(folders, state, rounds=2, /, **run):
     """Return everything that the first of three sites sends in some rounds, and its reveals.
 
     If the server or a site refuses the run, also returns the error. The server waits neither for
@@ -497,15 +498,83 @@ def test_noise_hides_classes_without_samples_so_a_site_may_list_them(tmp_path):
 
 def test_epsilon_and_delta_do_not_reveal_the_rows_of_a_site_with_peers(tmp_path, caplog):
     """The epsilon of a run depends on the sampling rate, and delta has a limit of 1 / rows."""
-    run = {"privacy.epsilon": 8.0, "privacy.delta": 1 / 40}
+    run = {"privacy.epsilon": 8.0, "privacy.delta": 1 / 61}
     shown = transcripts(tmp_path, PEERS.few, 1, **run)
     assert all(each == shown[0] for each in shown)
     (reply,) = [each for name, each in shown[0][0] if name == "fit"]
-    assert reply[2]["epsilon"] == 8.0
-    privacy = joined(tmp_path / "blank", None, PEERS, **run)._client.privacy
-    report = privacy.error_report(PrivacyError("earlier runs consumed 7.91"))
-    assert report == {"error": READ_FAULT[1].replace("DataError", "PrivacyError"), "spent": True}
-    assert "'privacy.delta' must be below 1 / samples = 0.016 for 64 samples" in caplog.text
+    steps = [
+        Release(joined(tmp_path / "blank", None, PEERS, **run)._client.privacy.noise.gradients)
+    ]
+    assert 0 < epsilon_of(steps, 1 / 61) < reply[2]["epsilon"] <= 8.0
+    folders = [tmp_path / each.__name__ for each in PEERS.few]
+    seen = [outcome(each, None, PEERS, **{**run, "privacy.delta": 1 / 59}) for each in folders]
+    assert seen == [READ_FAULT_OF_DELTA] * len(folders)
+    assert "'privacy.delta' must be below 1 / samples = 0.017 for 60 samples" in caplog.text
+
+
+def few_or_many(count):
+    """Return a change of a dataset that repeats or removes rows, until it has `count` rows."""
+
+    def change(x, y):
+        rows = np.arange(count) % ROWS
+        return x[rows], y[rows]
+
+    change.__name__ = f"rows-{count}"
+    return change
+
+
+NEARLY_NONE = {"privacy.delta": 1e-9, "privacy.epsilon": 0.0125047, "rounds": 20}
+"""Budget for 50 steps with the maximum noise; one step consumes 0.01250467546."""
+NOISY = [
+    {"privacy.epsilon": 8.0},
+    NEARLY_NONE,
+    {**NEARLY_NONE, "rounds": 1000},
+    {**NEARLY_NONE, "privacy.epsilon": 0.0125046},
+]
+
+
+def answers(directory, count, declared, run):
+    """Return what a server receives in a round from a site with `count` rows.
+
+    The result contains the error with which the site does not join the run, or its messages.
+    """
+    changes = [few_or_many(count), fewer_rows, fewer_rows]
+    folders = [
+        site(directory / f"{count}" / name, change, f"{DECLARED}test-fraction = 0.05\n{rows}")
+        for name, change, rows in zip(SITES, changes, (declared, "rows = 60\n", "rows = 60\n"),
+                                      strict=True)
+    ]  # fmt: skip
+    try:
+        run = {"training.batch-size": 32, "training.local-epochs": 1, **run}
+        return transcript(folders, directory / f"state-{count}", 1, **run)
+    finally:
+        close_clients()
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        pytest.param("", id="undeclared"),
+        pytest.param("rows = 60\n", id="declared", marks=pytest.mark.slow),
+    ],
+)
+def test_sites_of_any_number_of_rows_accept_and_refuse_the_same_settings(declared, tmp_path):
+    """A server could otherwise find out the number of rows by bisection over settings."""
+    accepted, refused = [], []
+    for k, run in enumerate(NOISY):
+        (directory := tmp_path / str(k)).mkdir()
+        few, many = (answers(directory, count, declared, run) for count in (43, 4300))
+        assert few == many, run
+        fits = [each for name, each in few[0] if name == "fit"]
+        is_accepted = not few[1] and "error" not in fits[0][2]
+        (accepted if is_accepted else refused).append(few[1])
+    assert refused
+    if declared:
+        assert accepted
+    else:
+        text = "site): rows: not found, expected the public approximate number of training samples"
+        assert not accepted
+        assert all(text in error for error in refused)
 
 
 @pytest.fixture

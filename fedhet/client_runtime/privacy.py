@@ -184,17 +184,11 @@ class Withholding(NoPrivacy):
         """Return the epsilon consumed by the run so far, or None without differential privacy."""
         return None
 
-    @property
-    def _hides_rows(self) -> bool:
-        """Whether the number of rows stays at the client: a site with its own data and peers."""
-        return self._node.declared is not None and self._node.peers is not None
-
     def error_report(self, error: FedhetError) -> dict[str, Scalar]:
         """Return metrics that report an error without revealing anything about the samples."""
         LOG.warning("%s: %s", self._node.name, error)
-        if isinstance(error, PrivacyError):  # The consumed budget depends on the number of rows.
-            text = REDACTED.format(type(error).__name__) if self._hides_rows else str(error)
-            return {"error": text, BUDGET_EXHAUSTED: True}
+        if isinstance(error, PrivacyError):
+            return {"error": str(error), BUDGET_EXHAUSTED: True}
         if isinstance(error, MaskingError):
             return {"error": str(error)}
         return {"error": REDACTED.format(type(error).__name__)}
@@ -240,9 +234,8 @@ class DifferentialPrivacy(Withholding):
         """Create the mechanism. Raises PrivacyError unless delta is below 1 / samples.
 
         At a site with a budget, the check uses the budget's delta, because a server could vary the
-        run's delta to find out the number of samples. For the same reason, a site with peers and
-        without a budget only logs a warning. At all sites, the check uses the accounted number of
-        samples.
+        run's delta to find out the number of samples. At all sites, the check uses the accounted
+        number of samples.
         """
         super().__init__(config, node, samples)
         self._charged = 0
@@ -255,13 +248,10 @@ class DifferentialPrivacy(Withholding):
         if node.budget is not None:
             name, delta = "node-config 'privacy': delta", node.budget.delta
         if delta * rows >= 1:
-            fault = (
+            raise PrivacyError(
                 f"{name} must be below 1 / samples = {1 / rows:.2g} for {rows} samples, "
                 f"got {delta:g}"
             )
-            if not self._hides_rows or node.budget is not None:
-                raise PrivacyError(fault)
-            LOG.warning("%s", fault)
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, and charge its steps to the round `charged`, if given.
@@ -317,9 +307,10 @@ class DifferentialPrivacy(Withholding):
 
         For a client of a simulation, this is the number of its training samples. A site uses its
         declared number, or else the largest power of two that is at most the number of its samples.
-        The privacy guarantee holds for any number, because the accounting uses the sampling rate
-        with which the rows are drawn. The noise, the consumed budget, and the round in which the
-        budget is exhausted thus do not reveal the exact number of rows.
+        With secure aggregation, the number must be declared (`Declaration.check`). The privacy
+        guarantee holds for any number, because the accounting uses the sampling rate with which the
+        rows are drawn. The noise, the consumed budget, the round in which the budget is exhausted,
+        and the settings that need too much noise thus do not reveal the exact number of rows.
         """
         rows, declared = len(self._samples.own.y), self._node.declared
         if declared is None:
@@ -380,13 +371,7 @@ class DifferentialPrivacy(Withholding):
         return clipped.noised_means(self.noise, self._min_samples, SecretNoise())
 
     def epsilon(self) -> float | None:
-        """Return the epsilon that the run has consumed so far, at the run's delta.
-
-        It depends on the number of samples. A site with peers therefore returns the run's limit, or
-        None if the run has no limit.
-        """
-        if self._hides_rows:
-            return self._settings.epsilon or None
+        """Return the epsilon that the run has consumed so far, at the run's delta."""
         consumed = [each.release for each in self._ledger.entries() if each.run == self._run]
         return epsilon_of(consumed, self._settings.delta)
 

@@ -144,13 +144,8 @@ class Peers:
         return hashlib.sha256(b"fedhet peers\0" + json.dumps(rules).encode()).digest()
 
     def threshold(self, sites: int) -> int:
-        """Return t, the number of sites that must reveal their shares, for a cohort of size n.
-
-        `sites` is the size n. Two different survivor lists with t sites each have at least 2t - n
-        sites in common. Each honest site accepts only one list, so 2t - n > c prevents both lists
-        from being unmasked.
-        """
-        return max(math.ceil((sites + self.colluding) / 2) + 1, 2 * sites // 3 + 1)
+        """Return the number of sites that must reveal their shares; see the function."""
+        return threshold(sites, self.colluding)
 
     def peer(self, name: str) -> Peer:
         """Return a site by name. Raises SettingsError if the peers file does not list it."""
@@ -176,6 +171,16 @@ class Peers:
         for peer in self.peers:
             lines += ["", "[[site]]", *_lines(peer)]
         return "\n".join(lines) + "\n"
+
+
+def threshold(sites: int, colluding: int = 1) -> int:
+    """Return t, the number of sites that must reveal their shares, for a cohort of size n.
+
+    `sites` is the size n. Two different survivor lists with t sites each have at least 2t - n sites
+    in common. Each honest site accepts only one list, so 2t - n > c prevents both lists from being
+    unmasked. With the default, the result is a lower bound of t for all peers files.
+    """
+    return max(math.ceil((sites + colluding) / 2) + 1, 2 * sites // 3 + 1)
 
 
 def read_peers(path: str | Path) -> Peers:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedhet.base.disk import expanded, read_toml_tables
-from fedhet.base.errors import DataError, StateError, error_reason
+from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
 from fedhet.data.cells import find_rows, read_table
 from fedhet.data.class_folders import TRAIN, UNLABELED, Files, Scan, contains_samples, find_tree
 from fedhet.data.images import IMAGES
@@ -79,7 +79,7 @@ class Declaration:
     shape: Shape
     rows: int = 0
     """Public number of training rows, from which a private site computes its noise and its steps;
-    0 = undeclared."""
+    0 = undeclared, which runs with secure aggregation refuse."""
 
     @classmethod
     def read(cls, directory: str, max_bytes: int) -> Declaration:
@@ -153,7 +153,17 @@ class Declaration:
         Raises SettingsError if the task, the number of classes, the sample kind, or (for texts) the
         tokenization differs. For other settings, differences are logged, and the declared values
         are used.
+
+        With both differential privacy and secure aggregation, also raises SettingsError if the
+        number of rows is undeclared. The rounds, epochs, and batch sizes that a budget permits
+        depend on this number, so a server could otherwise find out the number by bisection.
         """
+        if run.privacy.is_on and run.privacy.secure_aggregation and not self.rows:
+            raise SettingsError(
+                f"{self.path}: rows: not found, expected the public approximate number of training "
+                "samples, because the run uses differential privacy with secure aggregation. Add a "
+                "line such as 'rows = 5000' (Privacy, 'Number of rows')."
+            )
         values, kind, task = run.flat(), self.kind, find_task(self.spec.task)
         if find_task(run.data.task) is not task:
             expected = f"{task.name!r} as declared by this site"

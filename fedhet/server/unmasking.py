@@ -29,6 +29,7 @@ from fedhet.base.arrays import Array
 from fedhet.base.disk import read_json, write_text
 from fedhet.base.errors import StateError, error_text, one_line
 from fedhet.config.resolve import MIN_SUMMED, Config
+from fedhet.config.secure import threshold
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import KEPT_STATES
 from fedhet.runs.units import plural
@@ -290,6 +291,7 @@ class Unmasking:
         answers: dict[str, Answer] = {}
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
         wrong: dict[Group, Faults] = {}
+        known: dict[Group, dict[str, bytes]] = {}
         dealers: set[str] = set()
         reasons: dict[Group, str] = {}
         for name in names:  # Use daemon threads, so that a hanging node does not block the exit.
@@ -301,11 +303,12 @@ class Unmasking:
             # wait for all clients, so that the counted messages do not depend on timing.
             if not all(may_restart(self._members[n].proxy) for n in names if n not in answers):
                 continue
+            if len(answers) == len(names):
+                known.clear()  # Check the shares of all clients, to report all faults.
             for group in (each for each in groups if each not in seeds):
+                faults, secrets_of = wrong.setdefault(group, {}), known.setdefault(group, {})
                 try:
-                    seeds[group] = self._seeds(
-                        group, answers, replies, wrong.setdefault(group, {}), dealers
-                    )
+                    seeds[group] = self._seeds(group, answers, replies, faults, dealers, secrets_of)
                 except ValueError as error:
                     reasons[group] = str(error)
             if len(seeds) == len(groups):
@@ -413,14 +416,21 @@ class Unmasking:
         replies: Mapping[str, Reply],
         wrong: Faults,
         dealers: set[str],
+        known: dict[str, bytes],
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
 
         If a client revealed wrong shares, adds the owners of the affected masks to its entry in
         `wrong`. If a client's seed certainly does not match its commitment, adds the client to
         `dealers`. Raises ValueError if a seed is unknown.
+
+        `known` contains the secrets of the masks that an earlier call has determined, by client.
+        With each reply that arrives later, only the other secrets are computed again. A secret is
+        computed only from at least `threshold` shares. A client whose shares are wrong therefore
+        costs the server one call of `join` per reply.
         """
         survivors, number = group.survivors, group.number
+        min_shares = threshold(len(group.cohort))
         lost = [name for name in group.cohort if name not in survivors]
         revealed = {
             name: lanes[number]
@@ -444,20 +454,21 @@ class Unmasking:
             undecrypted = {point for point, share in shares.items() if not any(share)}
             for point in undecrypted:
                 wrong.setdefault(group.cohort[point - 1], set()).add(name)
-            committed = replies[name].knowledge.tensors[f"{COMMITMENT}/{number}"]
-            try:
-                secret, bad = join(
-                    {point: share for point, share in shares.items() if point not in undecrypted},
-                    partial(_matches, committed),
-                )
-            except ValueError as error:
-                if isinstance(error, DealerError):
-                    dealers.add(name)
-                unknown.append(f"the mask of {name} is unknown: {error}")
-                continue
-            for point in bad:
-                wrong.setdefault(group.cohort[point - 1], set()).add(name)
-            seeds.append((secret, -1))
+            if name not in known:
+                committed = replies[name].knowledge.tensors[f"{COMMITMENT}/{number}"]
+                usable = {p: share for p, share in shares.items() if p not in undecrypted}
+                try:
+                    if len(usable) < min_shares:
+                        raise ValueError(f"{len(usable)} shares do not determine the secret")
+                    known[name], bad = join(usable, partial(_matches, committed))
+                except ValueError as error:
+                    if isinstance(error, DealerError):
+                        dealers.add(name)
+                    unknown.append(f"the mask of {name} is unknown: {error}")
+                    continue
+                for point in bad:
+                    wrong.setdefault(group.cohort[point - 1], set()).add(name)
+            seeds.append((known[name], -1))
             for position_lost, other in enumerate(lost):
                 start = position_lost * SECRET_BYTES
                 seed = revealed[name][1][start : start + SECRET_BYTES]
