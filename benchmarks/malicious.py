@@ -5,11 +5,12 @@
 
 Every method trains small models on digits, without an attack and with malicious clients. In the
 study "replies", one of five clients multiplies its replies by -1, 10 or 900, or alternately by 3
-and -3, or lets them drift. In the column "refused", its replies are so large that they are
-rejected. This shows how much accuracy the client's data contributes. In the study "claims", one or
-three of ten clients claim a hundred million samples, and flip labels, plant a backdoor, or multiply
-their replies by 3. Cells of backdoors end with the success rate: the percentage of honest clients'
-test images that their models classify as the backdoor's class when they carry the trigger.
+and -3, lets them drift, or adds 20 to one value in the smallest tensor ("bias"). In the column
+"refused", its replies are so large that they are rejected. This shows how much accuracy the
+client's data contributes. In the study "claims", one or three of ten clients claim a hundred
+million samples, and flip labels, plant a backdoor, multiply their replies by 3, or add 20 to one
+value. Cells of backdoors end with the success rate: the percentage of honest clients' test images
+that their models classify as the backdoor's class when they carry the trigger.
 
 Existing runs in DIR are reused, so that the script can be stopped and restarted. With --tables, no
 run is executed.
@@ -63,6 +64,7 @@ ATTACKS: Attacks = {
     "alternating": {"attack.kind": "alternating", "attack.scale": 3.0},
     "drift": {"attack.kind": "drift", "attack.scale": 3.0},
     "x 900": {"attack.kind": "scale", "attack.scale": 900.0},
+    "bias": {"attack.kind": "small-tensor", "attack.scale": 20.0},
 }
 CLAIMED: dict[str, object] = {"attack.claimed-samples": 10**8}
 THREE: dict[str, object] = {**CLAIMED, "attack.attackers": 3}
@@ -71,8 +73,11 @@ CLAIMS: Attacks = {
     "1 labels": {**CLAIMED, "attack.kind": "label-flip"},
     "1 backdoor": {**CLAIMED, "attack.kind": "backdoor"},
     "1 x 3": {**CLAIMED, "attack.kind": "scale", "attack.scale": 3.0},
+    "1 bias": {**CLAIMED, "attack.kind": "small-tensor", "attack.scale": 20.0},
     "3 labels": {**THREE, "attack.kind": "label-flip"},
     "3 backdoor": {**THREE, "attack.kind": "backdoor"},
+    "3 x 3": {**THREE, "attack.kind": "scale", "attack.scale": 3.0},
+    "3 bias": {**THREE, "attack.kind": "small-tensor", "attack.scale": 20.0},
 }
 
 

@@ -119,6 +119,61 @@ def test_samples_of_a_clients_own_are_compared_by_class():
     assert defense("filter", SAMPLES).included(replies).tolist() == [True] * 4 + [False]
 
 
+@pytest.mark.parametrize("average", ["krum", "filter"])
+@pytest.mark.parametrize("malicious", [[4], [1, 4, 8]])
+@pytest.mark.parametrize(("tensor", "added"), [("bias", 5.0), ("bias", 30.0), ("scale", 2.0)])
+def test_a_change_of_one_value_in_a_small_tensor_is_found(average, malicious, tensor, added):
+    """The value is one of ten thousand, and the reply has about the same magnitude as others."""
+    shapes = {"weight": (128, 80), "bias": (10,), "scale": (1,)}
+    columns = {name: near(shape, 10) for name, shape in shapes.items()}
+    replies = []
+    for client in range(10):
+        values = {f"weights/{name}": np.float32(each[client]) for name, each in columns.items()}
+        if client in malicious:
+            values[f"weights/{tensor}"].flat[0] += added
+        replies.append(Knowledge(values))
+    excluded = set(np.flatnonzero(~defense(average, share=0.3).included(replies)))
+    assert excluded >= set(malicious)
+    assert average == "krum" or excluded == set(malicious)
+
+
+@pytest.mark.parametrize("average", ["krum", "filter"])
+def test_malicious_clients_of_two_architectures_are_found_together(average):
+    """Clients of one architecture are not comparable with clients of the other architecture."""
+    wide, narrow = near((8, 4), 5), near((3, 4), 5, spread=5)
+    values = [each for pair in zip(wide, narrow, strict=True) for each in pair]
+    malicious = [0, 3, 6]
+    replies = [
+        model(-9 * np.abs(each) if client in malicious else each)
+        for client, each in enumerate(values)
+    ]
+    excluded = np.flatnonzero(~defense(average, share=0.3).included(replies))
+    assert excluded.tolist() == malicious
+
+
+@pytest.mark.parametrize("added", [0.0, 20.0])
+def test_statistics_after_few_batches_are_honest_but_a_poisoned_one_is_not(added):
+    """The statistics of the last client are still the initial statistics."""
+    replies = []
+    for client in range(5):
+        is_new = client == 4
+        replies.append(
+            Knowledge(
+                {
+                    "weights/w": np.float32(0.1 * RNG.normal(size=(40, 20))),
+                    "weights/bn.running_mean": np.float32(
+                        np.zeros(16) if is_new else 0.5 + 0.01 * RNG.normal(size=16)
+                    ),
+                    "weights/bn.running_var": np.float32(
+                        np.ones(16) if is_new else 0.05 + 0.001 * RNG.normal(size=16)
+                    ),
+                }
+            )
+        )
+    replies[4].tensors["weights/bn.running_mean"][3] += added
+    assert defense("filter").included(replies).tolist() == [True] * 4 + [not added]
+
+
 @pytest.mark.parametrize("clients", [1, 2])
 def test_of_two_nobody_can_tell(clients):
     replies = [model(each) for each in near((3, 3), clients)]
@@ -261,6 +316,21 @@ def test_replies_are_multiplied(kind, factors):
         assert found["weights/steps"] == 3
 
 
+def test_one_value_of_the_smallest_tensor_is_poisoned():
+    weights = {"weights/first.bias": np.zeros(3), "weights/w": np.zeros((3, 4)),
+               "weights/last.bias": np.zeros(3), "weights/steps": np.array(3)}  # fmt: skip
+    found = malicious("small-tensor", MODELS, 2, Knowledge(weights), 20.0).tensors
+    assert found["weights/last.bias"].tolist() == [20, 0, 0]
+    assert all(not found[n].any() for n in ("weights/first.bias", "weights/w"))
+    assert found["weights/steps"] == 3
+    assert not weights["weights/last.bias"].any(), "the honest reply is unchanged"
+    p = np.float32(RNG.dirichlet([1] * 4, 6))
+    found = malicious("small-tensor", SCORES, 2, Knowledge({"probabilities": p}), 20.0).tensors
+    np.testing.assert_allclose(found["probabilities"].sum(1), 1, atol=1e-5)
+    assert found["probabilities"][0, 0] > 0.99
+    np.testing.assert_allclose(found["probabilities"][1:], p[1:], rtol=1e-5)
+
+
 def test_a_drift_grows_along_one_direction():
     reply = model(RNG.normal(size=(5, 4)))
     own = reply.tensors["weights/w"].astype(np.float64)
@@ -332,6 +402,31 @@ def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_p
     assert len(left) == 5
     assert all(name in text for text in left)
     assert not any("is excluded" in text for text in notices.texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("average", ["krum", "filter"])
+@pytest.mark.parametrize("attackers", [1, 3])
+def test_a_poisoned_bias_is_excluded_in_each_round(average, attackers, tmp_path):
+    """With the mean, the averaged model predicts one class for most samples."""
+    base = {"clients": 10, "rounds": 4, "local_epochs": 2, "max_samples": 0, "alpha": 1.0,
+            "models": "mlp", "defense.average": average,
+            "defense.malicious-fraction": 0.3}  # fmt: skip
+    poison = {"attack": "small-tensor", "attack.scale": 20.0, "attack.attackers": attackers}
+    names = malicious_clients(0, [f"client-{k}" for k in range(10)], attackers)
+    notices = Notices()
+    found = []
+    for changes in ({"defense.average": "mean"}, {}):
+        notices.texts.clear()
+        config = small("fedavg", **{**base, **poison, **changes})
+        found.append(run(config, tmp_path / f"run-{len(found)}", [notices]))
+    poisoned, defended = (each["accuracy"]["common"]["global"]["mean"] for each in found)
+    assert poisoned < 0.35
+    assert defended > poisoned + 0.2
+    excluded = [text for text in notices.texts if "is not aggregated in round" in text]
+    for name in names:
+        assert sum(name in text for text in excluded) == 4
+    assert average == "krum" or len(excluded) == 4 * attackers
 
 
 def test_one_of_nine_hundred_times_the_size_is_scaled_down(tmp_path):

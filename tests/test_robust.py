@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.algorithms.robust import (
+    complete_distances,
     filter_clients,
     geometric_weights,
     krum,
@@ -224,10 +225,78 @@ def test_the_usual_distance_is_an_honest_one():
     """One of five clients may be malicious, so six of the ten pairs are honest."""
     points = np.array([[0.0], [1.0], [2.0], [4.0], [1000.0]])
     assert typical_distance(mean_squares(points), SHARE) == pytest.approx(16)
-    assert relative_distances(mean_squares(points), SHARE).max() == 100
     assert math.isnan(typical_distance(np.full((3, 3), np.nan), SHARE))
     three = np.array([[0.0], [1.0], [1000.0]])
     assert typical_distance(mean_squares(three), SHARE) == pytest.approx(1)
+
+
+def slow_relative(tensors, share):
+    """Combine tensors [K, D] pair by pair; each is divided by its own honest distance."""
+    clients = len(tensors[0])
+    f = min(math.ceil(share * clients - 1e-9), (clients - 1) // 2)
+    result = np.zeros((clients, clients))
+    pairs = list(itertools.combinations(range(clients), 2))
+    apart = [{(i, j): ((t[i] - t[j]) ** 2).mean() for i, j in pairs} for t in tensors]
+    usual = [sorted(each.values())[math.comb(clients - f, 2) - 1] for each in apart]
+    size = sum(t.shape[1] for t in tensors)
+    for i, j in pairs:
+        ratios = [each[i, j] / of for each, of in zip(apart, usual, strict=True)]
+        widths = [t.shape[1] for t in tensors]
+        mean = sum(r * n for r, n in zip(ratios, widths, strict=True)) / size
+        alone = max(r / (2 + 8 / n**0.5) for r, n in zip(ratios, widths, strict=True))
+        result[i, j] = result[j, i] = min(max(mean, alone), 100)
+    return result
+
+
+@settings(max_examples=60, derandomize=True)
+@given(
+    st.integers(3, 12), st.lists(st.integers(1, 400), min_size=1, max_size=4), st.integers(0, 999),
+    st.sampled_from([0.0, 1.0, 7.0, 1e3]), st.sampled_from([0.1, 0.2, 0.3]),
+)  # fmt: skip
+def test_relative_distances_are_those_of_all_tensors_or_of_one(clients, widths, seed, far, share):
+    rng = np.random.default_rng(seed)
+    tensors = [10 ** rng.uniform(-3, 3) * rng.normal(size=(clients, n)) for n in widths]
+    tensors[-1][0] += far * tensors[-1].std()
+    found = relative_distances([(mean_squares(t), t.shape[1], 0.0) for t in tensors], share)
+    np.testing.assert_allclose(found, slow_relative(tensors, share), rtol=1e-6, atol=1e-9)
+
+
+def test_a_tensor_that_the_others_leave_alone_is_as_far_as_possible():
+    """Its typical distance is 0; in a tensor that nobody changes, all distances are 0."""
+    frozen = np.ones((5, 3))
+    frozen[2, 1] = 1.5
+    moved, still = mean_squares(frozen), mean_squares(np.ones((5, 3)))
+    trained = mean_squares(np.random.default_rng(0).normal(size=(5, 900)))
+    found = relative_distances([(trained, 900, 0.0), (moved, 3, 0.0), (still, 3, 0.0)], SHARE)
+    others = [0, 1, 3, 4]
+    assert (found[2, others] == 100).all()
+    assert found[np.ix_(others, others)].max() < 2
+    bounded = relative_distances([(trained, 900, 0.0), (moved, 3, 1.0)], SHARE)
+    assert bounded.max() < 2, "the typical distance is at least 1"
+
+
+def test_an_unknown_distance_is_that_of_both_clients_to_others():
+    n = np.nan
+    squared = np.array(
+        [
+            [0, 1, 4, 2, n, n],
+            [1, 0, 3, 1, n, n],
+            [4, 3, 0, 9, n, n],
+            [2, 1, 9, 0, 5, n],
+            [n, n, n, 5, 0, n],
+            [n, n, n, n, n, 0],
+        ]
+    )
+    found = complete_distances(squared)
+    medians = {0: 2, 1: 1, 2: 4, 3: 2, 4: 5}  # the lower of the two middle distances
+    for i, j in itertools.permutations(range(6), 2):
+        if not np.isnan(squared[i, j]):
+            assert found[i, j] == squared[i, j]
+        elif 5 in (i, j):
+            assert np.isnan(found[i, j])
+        else:
+            assert found[i, j] == (medians[i] + medians[j]) / 2
+    assert np.isnan(complete_distances(np.full((3, 3), n))).all()
 
 
 def test_a_weighted_mean_is_of_those_that_have_a_value():

@@ -9,7 +9,7 @@ exclude outliers, and need only the distances between clients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -111,12 +111,55 @@ def typical_distance(squared: Array, fraction: float) -> float:
     return float(pairs[max(math.floor(rank + 1e-9), 1) - 1])
 
 
-def relative_distances(squared: Array, fraction: float) -> Array:
-    """Divide squared distances [K, K] by the typical distance, and limit them to MAX_RELATIVE."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.minimum(squared / typical_distance(squared, fraction), MAX_RELATIVE)
-    result: Array = np.where(squared > 0, ratio, squared)
+def relative_distances(tensors: Iterable[tuple[Array, int, float]], fraction: float) -> Array:
+    """Combine the squared distances of several tensors into relative squared distances [K, K].
+
+    The distances of each tensor are divided by the tensor's typical distance. The result is the
+    mean over the tensors, weighted by their sizes, or the largest distance of a single tensor
+    divided by `tolerance`, if this is larger. A client is therefore an outlier if it differs
+    strongly in one small tensor, or moderately in all tensors. If the typical distance is 0, all
+    other distances are MAX_RELATIVE. The result is NaN for clients without common coordinates.
+
+    Args:
+        tensors: Squared distances [K, K], number of coordinates, and lower bound of the typical
+            distance of each tensor.
+        fraction: Fraction of malicious clients.
+    """
+    total: Array = np.zeros(())
+    largest: Array = np.zeros(())
+    sizes: Array = np.zeros(())
+    for squared, size, lowest in tensors:
+        known, typical = ~np.isnan(squared), max(typical_distance(squared, fraction), lowest)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(squared > 0, squared / typical, 0.0)
+        total, sizes = total + ratio * size, sizes + known * size
+        largest = np.maximum(largest, ratio / tolerance(size))
+    mean = np.divide(total, sizes, out=np.full_like(total, np.nan), where=sizes > 0)
+    result: Array = np.minimum(np.maximum(mean, largest), MAX_RELATIVE)
     return result
+
+
+def tolerance(size: int) -> float:
+    """Return the relative squared distance in a tensor that alone is no sign of an outlier.
+
+    The distances between honest clients vary more in tensors with few coordinates.
+    """
+    return 2 + 8 / math.sqrt(size)
+
+
+def complete_distances(squared: Array) -> Array:
+    """Replace unknown squared distances, which are NaN in the array [K, K].
+
+    The distance between two clients becomes the mean of both clients' median distances to other
+    clients (the lower median). A client that is far from most comparable clients is therefore also
+    far from the clients with which it is not comparable. All distances of a client without
+    comparable clients remain NaN.
+    """
+    others = np.where(np.eye(len(squared), dtype=bool), np.nan, squared)
+    known = np.count_nonzero(~np.isnan(others), axis=1)
+    ordered = np.sort(others, axis=1)  # NaN values are sorted last.
+    medians = ordered[np.arange(len(squared)), np.maximum(known - 1, 0) // 2]
+    return np.where(np.isnan(squared), (medians[:, None] + medians[None, :]) / 2, squared)
 
 
 def geometric_weights(squared: Array) -> Array:

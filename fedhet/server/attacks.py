@@ -307,9 +307,16 @@ class ByzantineClients:
         """
         tensors, claimed = dict(honest.tensors), self.run.attack.claimed_samples
         for field in () if self.run.attack.poisons_data else floating(self.contract):
-            for name, value in honest.tensors.items():
-                if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
-                    tensors[name] = self._poison_tensor(round, name, value, field)
+            values = {
+                name: value
+                for name, value in honest.tensors.items()
+                if _is_of(field, name) and np.issubdtype(value.dtype, np.floating) and value.size
+            }
+            if values and self.run.attack.kind == "small-tensor":
+                smallest = min(reversed(values), key=lambda name: values[name].size)
+                values = {smallest: values[smallest]}
+            for name, value in values.items():
+                tensors[name] = self._poison_tensor(round, name, value, field)
         for name in self.contract.counts if claimed else ():
             if (counts := tensors.get(name)) is not None and counts.size:
                 tensors[name] = np.maximum(counts * (claimed / counts.sum()), 1).astype(
@@ -328,6 +335,9 @@ class ByzantineClients:
             distance = scale * round / self.run.rounds * np.linalg.norm(wide)
             length = max(float(np.linalg.norm(direction)), MIN_PROBABILITY)
             moved = wide + direction * (distance / length)
+        elif kind == "small-tensor":
+            moved = wide.copy()
+            moved.flat[0] += scale
         else:
             alternating = scale if round % 2 else -scale
             moved = {"sign-flip": -1.0, "scale": scale}.get(kind, alternating) * wide

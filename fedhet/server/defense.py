@@ -18,6 +18,7 @@ import numpy as np
 from fedhet.algorithms.robust import (
     COMBINATIONS,
     SELECTIONS,
+    complete_distances,
     max_malicious,
     mean_squares,
     min_replies,
@@ -29,6 +30,7 @@ from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.defense import RULES, DefenseSettings
 from fedhet.wire.contract import (
+    VARIANCES,
     Contract,
     Field,
     TensorField,
@@ -37,6 +39,7 @@ from fedhet.wire.contract import (
     ids_of,
     labels_of,
 )
+from fedhet.wire.encodings import STATISTICS
 from fedhet.wire.knowledge import Knowledge
 
 LOG = logging.getLogger("fedhet")
@@ -118,10 +121,12 @@ class Defense:
 def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float) -> Array | None:
     """Return the squared distances [K, K] between K replies, or None if K < MIN_CLIENTS.
 
-    All fields have the same weight, and the tensors within a field are weighted by their sizes.
-    Fields and layers differ in scale, so distances are relative to the typical distance between two
-    clients. A pair without comparable values has the typical distance, 1. The result is also None
-    if no two replies are comparable.
+    All fields have the same weight. Fields and layers differ in scale, so distances are relative to
+    the typical distance between two clients (`robust.relative_distances`). In fields of weights,
+    clients with different architectures are not comparable. Their distance results from their
+    distances to comparable clients (`robust.complete_distances`). A pair without comparable values
+    in any field has the typical distance, 1. The result is also None if no two replies are
+    comparable.
 
     Args:
         contract: Contract of the replies.
@@ -133,20 +138,14 @@ def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float)
         return None
     total, count = np.zeros((clients, clients)), np.zeros((clients, clients))
     for field in floating(contract):
+        relative = np.full((clients, clients), np.nan)
         for group in groups(contract, field, replies):
             if len(group.clients) >= MIN_CLIENTS:
-                # Average the tensors' relative squared distances, weighted by tensor size.
-                size = len(group.clients)
-                sums, sizes = np.zeros((size, size)), np.zeros((size, size))
-                for name in group.names:
-                    stack = group.stack(name)
-                    squared = relative_distances(mean_squares(flat(stack)), fraction)
-                    sums += np.nan_to_num(squared) * stack[0].size
-                    sizes += ~np.isnan(squared) * stack[0].size
-                mean = np.divide(sums, sizes, out=np.full_like(sums, np.nan), where=sizes > 0)
                 pairs = np.ix_(group.clients, group.clients)
-                total[pairs] += np.nan_to_num(mean)
-                count[pairs] += ~np.isnan(mean)
+                relative[pairs] = relative_distances(group.tensors(), fraction)
+        relative = complete_distances(relative)
+        total += np.nan_to_num(relative)
+        count += ~np.isnan(relative)
     if not np.triu(count, 1).any():
         return None
     squared = np.divide(total, count, out=np.ones_like(total), where=count > 0)
@@ -178,6 +177,21 @@ class Group:
         for index, (client, value) in enumerate(values.items()):
             stack[index][self._region(value, client)] = value
         return stack
+
+    def tensors(self) -> Iterator[tuple[Array, int, float]]:
+        """Yield each tensor's squared distances, size, and lower bound of the typical distance.
+
+        Honest clients with few batches keep almost the initial statistics of batch norms, which are
+        far from the statistics of all other clients. For these statistics, the lower bound is thus
+        the median of the clients' mean squares, and at least the initial mean square.
+        """
+        for name in self.names:
+            points = flat(self.stack(name))
+            lowest = 0.0
+            if name.endswith(STATISTICS):
+                sizes = np.nanmean(np.square(points), axis=1)
+                lowest = max(float(np.median(sizes)), float(name.endswith(VARIANCES)))
+            yield mean_squares(points), points.shape[1], lowest
 
     def part(self, full: Array, name: str, client: int) -> Array:
         """Return the part of a larger tensor that corresponds to a client's tensor."""

@@ -45,17 +45,18 @@ class AttackSettings(Schema):
     """Simulated poisoning of client replies, for robustness experiments."""
 
     kind: Literal[
-        "none", "paf", "lie", "ofom", "sign-flip", "scale", "alternating", "drift", "label-flip",
-        "backdoor",
+        "none", "paf", "lie", "ofom", "sign-flip", "scale", "alternating", "drift", "small-tensor",
+        "label-flip", "backdoor",
     ] = Field(
         "none",
         description="poisoning attack. paf, lie, and ofom poison the logits and weights of "
         "clients drawn anew in each round. The other attacks use the same clients in all rounds, "
         "and poison all values of a reply: multiplication by -1 (sign-flip), by attack.scale "
         "(scale), or alternately by attack.scale and -attack.scale (alternating), or addition of a "
-        "vector that grows to attack.scale times the reply's norm (drift). Or they poison the "
-        "training data in simulations: reversed order of the labels (label-flip), or a bright "
-        "square and the first class in half of the images (backdoor)",
+        "vector that grows to attack.scale times the reply's norm (drift). Or they add "
+        "attack.scale to one value in the smallest tensor, such as a bias (small-tensor). Or they "
+        "poison the training data in simulations: reversed order of the labels (label-flip), or a "
+        "bright square and the first class in half of the images (backdoor)",
     )  # fmt: skip
     attackers: CountOrNone = Field(
         0,
@@ -65,7 +66,7 @@ class AttackSettings(Schema):
     scale: Positive = Field(
         10.0,
         description="paf, ofom: norm of the added vector, relative to the norm of the benign "
-        "mean; scale, alternating, drift: see attack.kind",
+        "mean; scale, alternating, drift, small-tensor: see attack.kind",
     )
     direction: Literal["round", "run"] = Field(
         "round",
