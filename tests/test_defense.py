@@ -119,6 +119,19 @@ def test_samples_of_a_clients_own_are_compared_by_class():
     assert defense("filter", SAMPLES).included(replies).tolist() == [True] * 4 + [False]
 
 
+def test_samples_with_usual_class_means_but_unusual_squares_are_found():
+    table, labels = RNG.normal(size=(4, 3)), np.repeat(np.arange(4, dtype=np.uint8), 20)
+    signs = np.tile([[1.0], [-1.0]], (40, 1))
+    replies = []
+    for client in range(5):
+        noise = 0.1 * RNG.normal(size=(80, 3)) + (client == 2) * 5 * signs
+        replies.append(Knowledge({"features": np.float32(table[labels] + noise), "labels": labels}))
+    means = [[each.tensors["features"][labels == c].mean(0) for c in range(4)] for each in replies]
+    assert np.abs(np.array(means) - table).max() < 0.2
+    found = defense("filter", SAMPLES).included(replies)
+    assert found.tolist() == [True, True, False, True, True]
+
+
 @pytest.mark.parametrize("average", ["krum", "filter"])
 @pytest.mark.parametrize("malicious", [[4], [1, 4, 8]])
 @pytest.mark.parametrize(("tensor", "added"), [("bias", 5.0), ("bias", 30.0), ("scale", 2.0)])

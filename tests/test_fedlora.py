@@ -271,6 +271,11 @@ def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
         ("fedlora", {"models": [POOL[0], "mlp"]}, "differ only in rank"),
         ("fedlora", {"fedlora.aggregation": "freeze-a", "fedlora.prune": 0.9}, "0 with freeze-a"),
         ("fedlora", {"defense.average": "median"}, "expected one of mean, krum, filter"),
+        (
+            "fedlora",
+            {"fedlora.aggregation": "sparsity", "defense.average": "filter"},
+            "large adapters, expected another rule with 'defense.average' = filter",
+        ),
         ("fedavg", {}, "one model for all clients"),
         ("fedsa", {}, "one model for all clients"),
         ("heterofl", {"models": POOL[0]}, "a model with several widths"),

@@ -2,8 +2,9 @@
 
 The contract of the replies determines which values are comparable. Weights are compared between
 clients with the same architecture. Rows of classes or public samples are matched by id, and values
-for the clients' own samples are compared through class means. Methods therefore need no code for
-robust aggregation; their `MethodSpec` declares the rules that they support.
+for the clients' own samples are compared through the first two moments of each class. Methods
+therefore need no code for robust aggregation; their `MethodSpec` declares the rules that they
+support.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
         if not tensors or not all(value.size for value in tensors.values()):
             continue
         if labels:
-            tensors = {name: class_means(v, reply.tensors[labels]) for name, v in tensors.items()}
+            tensors = class_moments(tensors, reply.tensors[labels])
         values[client] = tensors
         by_shape = not (ids or labels or (isinstance(field, WeightsField) and field.nested))
         architecture = tuple((name, value.shape) for name, value in tensors.items())
@@ -249,11 +250,19 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
     ]
 
 
-def class_means(values: Array, labels: Array) -> Array:
-    """Return the mean of each class's rows, in ascending order of the classes.
+def class_moments(tensors: Mapping[str, Array], labels: Array) -> dict[str, Array]:
+    """Return the means of each class's rows, and of their squares, in ascending order of classes.
+
+    Without the squares, a client could send class means of usual size and rows of any size.
 
     Args:
-        values: Array of shape [N, ...].
+        tensors: Arrays of shape [N, ...].
         labels: Class of each row, of shape [N].
     """
-    return np.stack([values[labels == c].mean(0, dtype=np.float64) for c in np.unique(labels)])
+    rows = [labels == c for c in np.unique(labels)]
+    moments: dict[str, Array] = {}
+    for name, values in tensors.items():
+        wide = values.astype(np.float64)
+        moments[name] = np.stack([wide[each].mean(0) for each in rows])
+        moments[f"{name} squared"] = np.stack([np.square(wide[each]).mean(0) for each in rows])
+    return moments

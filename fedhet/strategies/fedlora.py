@@ -69,7 +69,8 @@ class FedLoraStrategy(HetStrategy):
     def init(self) -> None:
         """Build a new model of the largest rank.
 
-        Raises SettingsError unless the models of the pool differ only in rank.
+        Raises SettingsError unless the models of the pool differ only in rank, and the rule suits
+        the other settings.
         """
         pool = self.run.models.pool
         self.rule = self.settings.rule(is_private=self.run.privacy.is_on)
@@ -80,6 +81,11 @@ class FedLoraStrategy(HetStrategy):
             raise invalid_setting("models.pool", pool, f"{expected}encoder-1-lora8:NAME")
         if self.settings.prune and self.rule == "freeze-a":
             raise invalid_setting("fedlora.prune", self.settings.prune, "0 with freeze-a")
+        average = self.run.defense.average
+        if self.rule == "sparsity" and average != "mean":
+            expected = f"another rule with 'defense.average' = {average}"
+            problem = "a client could increase its weight with large adapters"
+            raise invalid_setting("fedlora.aggregation", self.rule, expected, problem)
         if not is_adapted(self.model):
             self.log.notice(
                 f"model {self.model} has no adapters, so fedlora averages the whole model like "
