@@ -1112,6 +1112,52 @@ def test_the_view_of_the_server_depends_only_on_the_sum(tmp_path, keyings):
     assert chi_square(left) < 1e-12
 
 
+def test_the_page_states_the_numbers_of_honest_sites(tmp_path):
+    page = Path(__file__).parents[1] / "docs" / "secure-aggregation.md"
+    cells = [line.strip("| ").split(" | ") for line in page.read_text().splitlines()]
+    rows = {name: list(map(int, values)) for name, *values in cells if len(values) == 5
+            and all(map(str.isdecimal, values))}  # fmt: skip
+    sites = [3, 4, 5, 10, 50]
+    least = [max(3, n // 2 + 1) for n in sites]
+    assert rows["sites *n*"] == sites
+    assert rows["threshold *t* (*c* = 1)"] == [threshold(n, 1) for n in sites]
+    assert rows["maximum number of lost sites"] == [n - threshold(n, 1) for n in sites]
+    assert rows["minimum number of sites in a round, by default"] == least
+    assert least == [simulated_peers(map(str, range(n)))[0].least for n in sites]
+    honest = "honest sites in a sum"
+    curious = [threshold(n, 1) - 1 for n in sites]
+    assert rows[f"{honest}, server that follows the protocol"] == curious
+    for lane, smallest in (("all architectures", least), ("one architecture", [3] * 5)):
+        found = [
+            min(2 * threshold(m, 1) - m - 1 for m in range(low, n + 1))
+            for low, n in zip(smallest, sites, strict=True)
+        ]
+        assert rows[f"{honest} over {lane}, malicious server"] == found
+
+
+@pytest.mark.parametrize("colluding", [1, 2, 3])
+@pytest.mark.parametrize(("method", "number"), [("fedavg", 0), ("heterofl", 0), ("felo", 1)])
+def test_each_sum_has_two_sites_more_than_the_colluding_sites(method, number, colluding, tmp_path):
+    """Sums over an architecture may have fewer sites than the peers file requires in a round."""
+    needs = {"heterofl.masked": False, "heterofl.weighting": "samples"}
+    changes = needs if method == "heterofl" else {}
+    kit = Kit(tmp_path, 12, method, colluding=colluding, **changes)
+    smallest = 7 if method == "fedavg" else max(3, colluding + 2)
+    envelope = Envelope("run", method, 1, "server")
+    for size in (smallest - 1, smallest):
+        cohorts = {str(number): kit.names[:size]}
+        request = {REQUEST: json.dumps({"nonce": "00" * 16, "cohorts": cohorts})}
+        site = kit.site("site-00")
+        if size == smallest:
+            assert site.begin(envelope, Knowledge(), request) is None
+            continue
+        with pytest.raises(MaskingError, match=f"at least {smallest} sites, got {size}"):
+            site.begin(envelope, Knowledge(), request)
+    for sites in range(max(3, colluding + 2), 60):
+        assert threshold(sites, colluding) >= max(3, colluding + 2)
+        assert 2 * threshold(sites, colluding) - sites - colluding >= 2
+
+
 @pytest.mark.parametrize("sites", [3, 4, 5])
 def test_a_lying_server_and_a_colluding_site_learn_only_sums_over_two_honest_sites(tmp_path, sites):
     """Search all lists of survivors that a server may send to each honest site.
@@ -1268,6 +1314,15 @@ def test_a_client_whose_seed_does_not_match_its_commitment_is_named(tmp_path):
     assert kit.notices[0] == (
         "round 1: site-01 sent shares of a seed that does not match its commitment"
     )
+
+
+def test_sites_with_different_public_sets_have_no_sum(tmp_path):
+    """Otherwise, a server could choose the public set of all sites except one."""
+    kit = Kit(tmp_path, 5)
+    kit.infos["site-01"] = replace(kit.infos["site-01"], public="0" * 16)
+    kit.sites["site-01"] = kit.site("site-01")
+    assert not kit.sums(of_all(np.random.default_rng(0), kit.names))
+    assert "site-01 derived other keys than most clients" in kit.notices[0]
 
 
 def test_a_client_with_a_wrong_seed_costs_one_reconstruction_per_reply(tmp_path, monkeypatch):

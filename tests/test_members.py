@@ -130,6 +130,23 @@ def test_identity_round_trip():
         assert read_properties(info.properties(), "node") == info
 
 
+def test_a_site_with_another_public_set_is_excluded_and_both_sites_are_named(members, notices):
+    """The public set of most sites counts; a site of a simulation reports none."""
+    one, other = "0" * 16, "1" * 16
+    nodes = [Node("a", public=other), Node("b", public=one), Node("c", public=one), Node("d")]
+    manager = Manager(*nodes)
+    assert list(members.present(manager)) == ["b", "c", "d"]
+    manager.nodes["e"] = Node("e", public=other)
+    assert list(members.present(manager)) == ["b", "c", "d"]
+    assert notices == [
+        f"client {name} is excluded: its public set differs from the public set of client b. Copy "
+        "the same files to both sites ('data.public-dataset', 'data.data-dir')."
+        for name in "ae"
+    ]
+    with pytest.raises(KnowledgeError, match="public: must be empty or 16 hexadecimal digits"):
+        read_properties({**GOOD, "public": "x"}, "node a")
+
+
 def test_the_order_of_classes_is_told_apart():
     orders = [("a", "b"), ("b", "a"), ("a", "c"), ("ab", ""), ("1", "0"), ("a", "b", "c")]
     assert len({class_names_digest(names) for names in orders}) == len(orders)

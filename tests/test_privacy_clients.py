@@ -68,6 +68,7 @@ DESCRIBED = {
     "base": "a digest of the pretrained model",
     "task": "settings",
     "stored": "constant",
+    "public": "a digest of the public set",
 }
 SENT = {
     "weights": "trained by DP-SGD",

@@ -610,6 +610,28 @@ def test_a_server_does_not_learn_whether_an_image_is_in_a_sites_data(tmp_path, p
     assert "samples of site-a" in caplog.text, "the site's own log says so"
 
 
+def test_a_server_cannot_show_two_sites_different_public_sets_unnoticed(tmp_path):
+    """A site may permit several directories, and runs with other `data.data-dir` have one key."""
+    sites = [site(tmp_path / name, change) for name, change in (("a", blank), ("b", more_rows))]
+    places = [tmp_path / "data-1", tmp_path / "data-2"]
+    rng, seen = np.random.default_rng(5), []
+    for place in places:
+        for part in ("train", "test"):
+            (place / part).mkdir(parents=True)
+            x = rng.random((20, 8, 8), dtype=np.float32)
+            np.savez(place / part / "0.npz", x=x, y=np.arange(20) % 10)
+    node = {"allow-paths": ",".join(map(str, places))}
+    for place in places:
+        run = {"method": "fedmd", "data.public-dataset": f"npz:{place}"}
+        first, second = (outcome(folder, node, **run)["public"] for folder in sites)
+        assert first == second, "the digest does not depend on the site's samples"
+        seen.append(first)
+        close_clients()
+    assert len(seen[0]) == len(seen[1]) == 16
+    assert seen[0] != seen[1]
+    assert outcome(sites[0], node)["public"] == "", "fedavg has no public set"
+
+
 def test_a_server_does_not_learn_whether_a_class_is_in_a_sites_data(tmp_path):
     without, has = site(tmp_path / "a", blank), site(tmp_path / "b", other_class)
     for number in (2, 8, 9, 10, 11):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from federation import Server, fast, small
@@ -88,6 +90,36 @@ def test_data_without_labels_is_one_class(tmp_path):
     assert rows(one) == rows(same) != rows(other)
     with pytest.raises(DataError, match="expected at least 2 classes, got 1"):
         load(DIGITS.replace(dataset=name, public_fraction=0))
+
+
+def test_the_digest_of_a_public_set_depends_on_its_samples_and_labels_alone(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (20, 1, 8, 8), dtype=np.uint8), np.arange(20) % 10
+    pixel, label = x.copy(), y.copy()
+    pixel[3, 0, 2, 2] ^= 1
+    label[3] += 1
+    digests = []
+    for k, arrays in enumerate([(x, y), (x, y), (pixel, y), (x, label)]):
+        spec = DIGITS.replace(public_fraction=0, public_dataset=folder(tmp_path / f"{k}", *arrays))
+        digests.append(RunData(spec).public_digest(*IMAGES))
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 3
+
+
+@pytest.mark.parametrize("method", ["fedmd", "feddf", "cofed"])
+def test_a_server_with_another_public_set_than_a_site_is_refused(method, tmp_path):
+    config = small(method, **fast(method))
+    shown = RunData.of(config.run).public_digest(*IMAGES)
+    for digest in (shown, "0" * 16):
+        server = Server(config, tmp_path / digest)
+        infos = server.strategy.members
+        first, *_ = infos
+        infos[first] = replace(infos[first], info=replace(infos[first].info, public=digest))
+        if digest == shown:
+            assert len(server.strategy.public_set(labeled=False))
+            continue
+        with pytest.raises(DataError, match=f"server's public set differs .* of client {first}"):
+            server.strategy.public_set(labeled=False)
 
 
 def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):

@@ -7,10 +7,10 @@ vectors with the same mask, or learn both a site's mask and the secrets that the
 other sites.
 
 Each key is derived from the values that all sites of a sum must have in common: the run and its
-settings, the round, the instruction, the cohort, the peers file and the layout of the vector. If a
-value differs between two sites, the masks of the sites do not cancel, and the server learns
-nothing. Otherwise, a server could send other weights or another learning rate to all sites but one,
-so that it knows the replies of these sites (Pasquini et al., CCS 2022).
+settings, the public set, the round, the instruction, the cohort, the peers file and the layout of
+the vector. If a value differs between two sites, the masks of the sites do not cancel, and the
+server learns nothing. Otherwise, a server could send other weights or another learning rate to all
+sites but one, so that it knows the replies of these sites (Pasquini et al., CCS 2022).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Masking:
         self._is_private = config.run.privacy.is_on
         self._is_site = node.is_site and not self._is_private
         common = {k: v for k, v in config.flat().items() if k not in where_it_ran() | DIFFERS}
-        self._run_settings = json.dumps(common, sort_keys=True)
+        self._run_settings = json.dumps([common, info.public], sort_keys=True)
         self._root, self._ledger = node.state_dir, Ledger(node.state_dir, node.name)
         self._lanes: list[Lane] = []
         self._faults: list[str] = []

@@ -157,6 +157,10 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             base_digest(node.model),
             task.name,
             data.stored,
+            # The clients of a simulation share one public set.
+            node.data.public_digest(data.kind, data.shape)
+            if config.uses_public and node.is_site
+            else "",
         ),
         labeled,
         unlabeled,

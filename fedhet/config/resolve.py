@@ -84,6 +84,11 @@ class Config:
     method_settings: MethodSettings
 
     @property
+    def uses_public(self) -> bool:
+        """Whether the clients use public data."""
+        return self.method.spec.needs_public or self.method_settings.uses_public()
+
+    @property
     def uses_unlabeled(self) -> bool:
         """Whether the clients also learn from local unlabeled samples."""
         return self.method.spec.needs_unlabeled or self.run.training.semi != "none"

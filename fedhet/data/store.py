@@ -262,6 +262,22 @@ class RunData:
             )
         return public.train
 
+    def public_digest(self, kind: str, shape: Shape) -> str:
+        """Return a digest of the public samples and their labels; raises errors as `public_set`.
+
+        If the digests of two sites differ, the rows of their predictions belong to other samples.
+        """
+
+        def digest() -> str:
+            split, found = self.public_set(kind, shape, None), hashlib.blake2b(digest_size=8)
+            for values in (split.x, split.y):
+                array = values.contiguous().numpy()
+                found.update(f"{array.dtype} {array.shape}".encode())
+                found.update(memoryview(array.reshape(-1)).cast("B"))
+            return found.hexdigest()
+
+        return self.once("public digest", digest)
+
     def validate(self) -> None:
         """Check all data before a run starts.
 

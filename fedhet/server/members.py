@@ -193,6 +193,8 @@ class Members:
         """Model that all members must have; empty if it is unknown or if models may differ."""
         self._bases: dict[str, str] = {}
         """Digest of each frozen base model (`ClientInfo.base`), by model name."""
+        self._public, self._public_site = "", ""
+        """Digest of the sites' public set, and the first site that has it; empty if unknown."""
 
     @classmethod
     def of(
@@ -326,6 +328,7 @@ class Members:
             for base in {base_of(info.model) for info in of_task}:
                 digests = [info.base for info in of_task if base_of(info.model) == base]
                 self._bases[base] = most_common_name(digests)
+            self._set_public(of_task)
         taken = {member.info.name for member in self._by_node.values()}
         for member in valid:
             name, node = member.info.name, member.proxy.cid
@@ -339,9 +342,16 @@ class Members:
                     self._notice(f"client {name} is connected again")
                 self._order = self._order or member.info.order
                 self._bases.setdefault(base_of(member.info.model), member.info.base)
+                self._set_public([member.info])
         for reply in replies:
             if isinstance(reply, str):
                 self._notice(reply)
+
+    def _set_public(self, infos: Sequence[ClientInfo]) -> None:
+        """Store the most common public set of several clients, unless it is already known."""
+        if not self._public and (digest := most_common_name([info.public for info in infos])):
+            self._public = digest
+            self._public_site = next(info.name for info in infos if info.public == digest)
 
     def _exclude(self, member: Member, fault: str) -> bool:
         """Exclude a client, with a notice, if it has a `fault`. Return whether it is excluded."""
@@ -403,6 +413,11 @@ class Members:
         base = base_of(info.model)
         if info.base != (self._bases.get(base) or info.base):
             return f"its base model {base!r} differs from the base model of other clients"
+        if info.public != self._public and info.public and self._public:
+            return (
+                f"its public set differs from the public set of client {self._public_site}. Copy "
+                "the same files to both sites ('data.public-dataset', 'data.data-dir')."
+            )
         return ""
 
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from fedhet.base.arrays import Array, check_dtypes
 from fedhet.base.errors import (
+    DataError,
     FedhetError,
     InvalidInstructionError,
     KnowledgeError,
@@ -363,13 +364,20 @@ class HetStrategy(Strategy):
             labeled: Whether the method uses the labels.
 
         Raises:
-            DataError: If the public set does not match the task, or if it is another dataset that
-                contains samples of the common test set.
+            DataError: If the public set does not match the task or differs from the public set of
+                the sites, or if it is another dataset that contains samples of the common test set.
             SettingsError: If `labeled` is set and the public set has no labels.
         """
         client = self.reference_client
         classes = client.classes if labeled else None
         public = self.data.public_set(client.kind, client.shape, classes, client.order)
+        infos = [member.info for member in self.members.values()]
+        site = next((info for info in infos if info.public), None)
+        if site and site.public != self.data.public_digest(client.kind, client.shape):
+            raise DataError(
+                "data.public-dataset: the server's public set differs from the public set of "
+                f"client {site.name}. Copy the same files to the server and the sites."
+            )
         # Samples from the run's own training set may equal a test sample only by chance.
         is_other_dataset = self.run.data.public_dataset not in ("", *DERIVED)
         if is_other_dataset and (common := self.common_test()):

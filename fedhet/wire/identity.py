@@ -52,6 +52,8 @@ class ClientInfo:
     """Name of the task; `classes` is the number of outputs for this task."""
     stored: str = ""
     """Storage format of the samples, as in `fedhet.data.spec.Stored`, or "" if unknown."""
+    public: str = ""
+    """Digest of the public set that a site has read, or "" if it reads no public set."""
 
     def properties(self) -> dict[str, int | str | bool]:
         """Return the description as a flat dictionary (inverse of `read_properties`)."""
@@ -110,8 +112,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     base = _text(name, "base", properties.get("base", ""), _DIGEST, rule_of_digest)
     rule = "bytes, scaled, or given"
     stored = _text(name, "stored", properties.get("stored", ""), _STORED, rule)
+    public = _text(name, "public", properties.get("public", ""), _DIGEST, rule_of_digest)
     return ClientInfo(
-        name, model, samples, classes, kind, shape, order, training, own_data, base, task, stored
+        *(name, model, samples, classes, kind, shape, order, training, own_data, base, task),
+        *(stored, public),
     )
 
 
