@@ -11,10 +11,12 @@ import ssl
 import threading
 from email.utils import format_datetime
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from fedhet.cli import app
+from fedhet.config import secure
 from fedhet.deployment import certs, doctor
 
 
@@ -169,6 +171,93 @@ def test_a_package_that_is_too_old_is_named(tmp_path, monkeypatch):
         "flwr must be " in each and "got 1.0" in each
         for each in amiss(doctor.check_machine(tmp_path))
     )
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A function that writes a site with peers, and returns the value of its --node-config."""
+
+    def written(declared="", classes=("0", "1", "2"), count=40, name="site-a", **more):
+        names = ["site-a", "site-b", "site-c"]
+        peers, private = secure.simulated_peers(names, classes=dict.fromkeys(names, classes))
+        secure.write_simulated(tmp_path / "state", peers, private)
+        (data := tmp_path / "data").mkdir()
+        x = np.random.default_rng(0).random((count, 1, 4, 4), dtype=np.float32)
+        np.savez(data / "train.npz", x=x, y=np.arange(count) % 3)
+        text = declared or "num-classes = 3\nshape = [1, 4, 4]\nrows = 30\n"
+        (data / "site.toml").write_text(text)
+        file, key = secure.simulated_files(tmp_path / "state", "site-a")
+        values = {"name": name, "data": data, "peers": file, "peers-key": key, **more}
+        texts = {k: v if isinstance(v, int) else f'"{v}"' for k, v in values.items()}
+        return " ".join(f"{k}={text}" for k, text in texts.items() if text != '"None"')
+
+    return written
+
+
+@pytest.mark.parametrize("more", [{}, {"privacy": "epsilon=8"}, {"peers": None, "peers-key": None}])
+def test_a_sound_site_has_nothing_amiss(site, more):
+    found = list(doctor.check_site(site(**more)))
+    assert amiss(found) == []
+    assert found[-1].subject == "data"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lr": "x"}, ["'node-config lr': expected number >= 0"]),
+        ({"count": 2}, ["expected at least 2 training samples"]),
+        ({"name": "site-d"}, ["peers: site 'site-d' not found in the peers file"]),
+        ({"name": "site-b"}, ["expected the private key that matches 'site-b'"]),
+        ({"name": None}, ["node-config 'name': not set, expected both 'name' and 'data'"]),
+        ({"peers": "none.toml"}, ["none.toml: cannot read the file"]),
+        ({"peers-key": None}, ["node-config 'peers-key': not set, expected both files"]),
+        ({"optimizer": "sgd"}, ["node-config 'optimizer': must not be set with secure aggregat"]),
+        ({"privacy": "8"}, ["node-config 'privacy': expected a budget such as"]),
+        ({"declared": "shape = [1, 4, 4]"}, ["site.toml: num-classes: expected an integer"]),
+        (
+            {"declared": "num-classes = 3\nshape = [1, 4, 5]"},
+            ["site.toml: shape: expected the shape of the data, [1, 4, 4], got [1, 4, 5]"],
+        ),
+        (
+            {"declared": "num-classes = 3\nshape = [1, 4, 4]", "privacy": "epsilon=8"},
+            ["site.toml: rows: not found, expected the public approximate number"],
+        ),
+        (
+            {"declared": "num-classes = 3\nshape = [1, 4, 4]\nrows = 9", "privacy": "epsilon=8"},
+            ["rows = 9, but the site has 32 training samples"],
+        ),
+        ({"privacy": "epsilon=8 delta=0.05"}, ["'privacy': delta must be below 1 / samples"]),
+        ({"classes": ("0", "3")}, ["classes listed for site-a: expected classes below 3"]),
+        ({"min-samples-per-class": 20}, ["expected at least 20 training samples of each class"]),
+        (
+            {"optimizer": "sgd", "peers-key": "none", "declared": "classes = 3"},
+            [
+                "node-config 'optimizer': must not be set",
+                "none: cannot read the key",
+                "site.toml: classes: unknown setting",
+            ],
+        ),
+    ],
+)
+def test_each_problem_of_a_site_is_one_line(site, changes, says):
+    found = amiss(doctor.check_site(site(**changes)))
+    assert len(found) == len(says), found
+    for line, text in zip(found, says, strict=True):
+        assert text in line
+        assert "\n" not in line
+
+
+def test_the_command_checks_a_site(site, tmp_path):
+    config = site()
+    done = CliRunner().invoke(app, ["doctor", "--site", config, "--json"])
+    assert {"peers", "declaration", "data"} <= {each["subject"] for each in json.loads(done.output)}
+    assert done.exit_code == 0
+    (tmp_path / "data" / "site.toml").unlink()
+    done = CliRunner().invoke(app, ["doctor", "--site", config])
+    assert done.exit_code == 1
+    assert "site.toml: file not found. A site with 'peers' or 'privacy' declares" in done.output
+    (invalid,) = amiss(doctor.check_site("name=a"))
+    assert "The provided configuration string is in an invalid format" in invalid
 
 
 def test_the_command_fails_if_something_is_amiss(keys):

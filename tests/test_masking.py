@@ -23,7 +23,7 @@ from federation import small
 from flwr.common import Code, GetPropertiesRes, Status
 
 from fedhet.algorithms import shamir
-from fedhet.base.errors import MaskingError, StateError
+from fedhet.base.errors import KnowledgeError, MaskingError, StateError
 from fedhet.client_runtime.masking import Ledger, Masking
 from fedhet.config.secure import MAX_PEERS, simulated_peers
 from fedhet.runs.measures import Measured
@@ -605,7 +605,8 @@ def test_a_reply_without_a_vector_or_without_shares_is_not_summed(tmp_path, fiel
     replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
     del replies[2].knowledge.tensors[f"{field}/0"]
     sizes = kit.server.masked_sizes(kit.infos["site-02"], lambda client: SIZES)
-    MASKED_CONTRACT.check("site-02", replies[2].knowledge.tensors, {}, sizes)
+    with pytest.raises(KnowledgeError, match=f"{field}: missing"):
+        MASKED_CONTRACT.check("site-02", replies[2].knowledge.tensors, {}, sizes)
     (total,) = kit.total(replies)
     assert total.clients == ("site-00", "site-01", "site-03", "site-04")
 

@@ -491,13 +491,18 @@ def doctor_command(
         str | None, option("HOST:PORT", "Also check the server with this control API address.")
     ] = None,
     ca: AuthorityOfServer = None,
+    site: Annotated[
+        str | None,
+        option("NODE-CONFIG", "Also check the site with this value of --node-config."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Diagnose this machine, keys and certificates, or a server; exit with status 1 on errors.
+    """Diagnose this machine, keys, a site, or a server; exit with status 1 on errors.
 
     Checks the machine's packages, GPUs, memory, disk, and ports; the expiry dates and signatures of
-    certificates; the pairing and file modes of keys; and whether the server replies and its clock
-    agrees with the clock of this machine.
+    certificates; the pairing and file modes of keys; a site's node settings, peers file,
+    declaration, and data; and whether the server replies and its clock agrees with the clock of
+    this machine.
     """
     from fedhet.deployment import doctor
 
@@ -505,6 +510,7 @@ def doctor_command(
         raise typer.BadParameter(f"{keys}: expected a directory", param_hint="DIR")
     findings = [*doctor.check_machine(Path.cwd())]
     findings += doctor.check_keys(keys) if keys is not None else ()
+    findings += doctor.check_site(site) if site is not None else ()
     findings += doctor.check_server(server, authority_for(server, ca)) if server is not None else ()
     if as_json:
         say(json.dumps([asdict(each) for each in findings]))

@@ -123,6 +123,17 @@ class NodeSettings(Schema):
         """
         return Budget.read(self.privacy) if self.privacy else None
 
+    def check_training(self) -> None:
+        """Raise SettingsError if a training setting is set, although the site has peers.
+
+        With settings under which only this site trains, a server would learn its update.
+        """
+        if own := [name for name in OWN_TRAINING if getattr(self, name)]:
+            raise SettingsError(
+                f"node-config '{kebab(own[0])}': must not be set with secure aggregation, which "
+                "requires the same training settings at all sites. Remove it, or set it in the run."
+            )
+
     def training(self, run: RunSettings) -> TrainingSettings:
         """Return the training settings of the run, overridden by the node's settings."""
         overrides = {name: value for name in OWN_TRAINING if (value := getattr(self, name))}
@@ -191,12 +202,7 @@ def read_node(
                 "because the run uses secure aggregation. Create them with `fedhet certs` and "
                 "`fedhet peers`."
             )
-        if own := [name for name in OWN_TRAINING if getattr(settings, name)]:
-            # With settings under which only this site trains, a server would learn its update.
-            raise SettingsError(
-                f"node-config '{kebab(own[0])}': must not be set with secure aggregation, which "
-                "requires the same training settings at all sites. Remove it, or set it in the run."
-            )
+        settings.check_training()
         peers = read_peers(files[0])
         peers_key = own_key(peers, name, files[1])
     return Node(

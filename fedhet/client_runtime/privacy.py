@@ -242,7 +242,8 @@ class DifferentialPrivacy(Withholding):
         self._settings, self._compute = config.run.privacy, compute
         if node.folder:  # Hide the classes of the site's samples.
             samples.space = torch.arange(samples.info.classes, device=compute.device)
-        self._warn_of_rows()
+        if node.declared and (fault := node.declared.rows_fault(len(samples.own.y))):
+            LOG.warning("%s", fault)
         rows = self._rows
         name, delta = "setting 'privacy.delta'", self._settings.delta
         if node.budget is not None:
@@ -313,19 +314,7 @@ class DifferentialPrivacy(Withholding):
         and the settings that need too much noise thus do not reveal the exact number of rows.
         """
         rows, declared = len(self._samples.own.y), self._node.declared
-        if declared is None:
-            return rows
-        return declared.rows or 2 ** (rows.bit_length() - 1)
-
-    def _warn_of_rows(self) -> None:
-        """Log a warning if the declared number of rows differs from the data by a factor of two."""
-        rows, declared = len(self._samples.own.y), self._node.declared
-        if declared is not None and declared.rows and not 0.5 <= declared.rows / rows <= 2:
-            LOG.warning(
-                "%s: rows = %d, but the site has %d training samples. Batches contain %.2g times "
-                "as many samples as 'training.batch-size'. Correct the number.",
-                *(declared.path, declared.rows, rows, rows / declared.rows),
-            )
+        return rows if declared is None else declared.accounted_rows(rows)
 
     @contextlib.contextmanager
     def training(

@@ -147,6 +147,23 @@ class Declaration:
         values = {f"data.{kebab(name)}": flat[kebab(name)] for name in READING}
         return values | {"models.num-classes": len(self.names)}
 
+    def accounted_rows(self, samples: int) -> int:
+        """Return the declared number of rows, or the largest power of two up to `samples`."""
+        return self.rows or 2 ** (samples.bit_length() - 1)
+
+    def rows_fault(self, samples: int) -> str:
+        """Return a message if the declared number of rows differs from the data by a factor of two.
+
+        `samples` is the number of training samples. Returns "" if the number is undeclared.
+        """
+        if not self.rows or 0.5 <= self.rows / samples <= 2:
+            return ""
+        return (
+            f"{self.path}: rows = {self.rows}, but the site has {samples} training samples. "
+            f"Batches contain {samples / self.rows:.2g} times as many samples as "
+            "'training.batch-size'. Correct the number."
+        )
+
     def check(self, run: RunSettings) -> None:
         """Compare the settings of a run with the declaration.
 
@@ -158,12 +175,8 @@ class Declaration:
         number of rows is undeclared. The rounds, epochs, and batch sizes that a budget permits
         depend on this number, so a server could otherwise find out the number by bisection.
         """
-        if run.privacy.is_on and run.privacy.secure_aggregation and not self.rows:
-            raise SettingsError(
-                f"{self.path}: rows: not found, expected the public approximate number of training "
-                "samples, because the run uses differential privacy with secure aggregation. Add a "
-                "line such as 'rows = 5000' (Privacy, 'Number of rows')."
-            )
+        if run.privacy.is_on and run.privacy.secure_aggregation:
+            self.check_rows()
         values, kind, task = run.flat(), self.kind, find_task(self.spec.task)
         if find_task(run.data.task) is not task:
             expected = f"{task.name!r} as declared by this site"
@@ -180,6 +193,15 @@ class Declaration:
                 "the run's %s = %r is ignored, because %s declares another value",
                 name, values[name], self.path,
             )  # fmt: skip
+
+    def check_rows(self) -> None:
+        """Raise SettingsError if the number of rows is undeclared."""
+        if not self.rows:
+            raise SettingsError(
+                f"{self.path}: rows: not found, expected the public approximate number of training "
+                "samples, because the run uses differential privacy with secure aggregation. Add a "
+                "line such as 'rows = 5000' (Privacy, 'Number of rows')."
+            )
 
     def read_data(
         self, directory: str, name: str, listed: Iterable[int] = (), min_samples: int = 1

@@ -273,7 +273,7 @@ class RunData:
             for values in (split.x, split.y):
                 array = values.contiguous().numpy()
                 found.update(f"{array.dtype} {array.shape}".encode())
-                found.update(memoryview(array.reshape(-1)).cast("B"))
+                found.update(array.reshape(-1).view(np.uint8).data)
             return found.hexdigest()
 
         return self.once("public digest", digest)

@@ -1,4 +1,4 @@
-"""Checks of a machine, its keys and a server, for `fedhet doctor`."""
+"""Checks of a machine, its keys, a site and a server, for `fedhet doctor`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import email.utils
 import pwd
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, ParamSpec
+from typing import TYPE_CHECKING, Literal, ParamSpec
 
 import psutil
 from cryptography import x509
@@ -23,6 +23,9 @@ from fedhet.base.errors import FedhetError, SettingsError, one_line
 from fedhet.deployment import certs
 from fedhet.deployment.control import Connection
 from fedhet.runs.units import human_bytes, plural
+
+if TYPE_CHECKING:
+    from fedhet.client_runtime.node import Budget, NodeSettings
 
 MIN_PERSON_UID = 1000
 """Lowest user id of a person on most Linux systems; services have lower ids."""
@@ -104,6 +107,120 @@ def check_keys(directory: Path) -> Iterator[Finding]:
             yield from _authority_key(path)
     if (directory / certs.SERVER_CERTIFICATE).exists():
         yield from _signature(directory)
+
+
+@_guarded
+def check_site(node_config: str) -> Iterator[Finding]:
+    """Check a site's node settings, peers file, declaration, and data, as the node does.
+
+    `node_config` is the value of `--node-config`. Yields a finding for each problem.
+    """
+    # Import lazily: the other checks must also work on a machine where PyTorch cannot be imported.
+    from flwr.common.config import parse_config_args
+
+    from fedhet.client_runtime.node import NodeSettings
+    from fedhet.settings.schema import build
+
+    try:
+        config = parse_config_args([node_config])
+        settings = build(NodeSettings, config, prefix="node-config ")
+    except Exception as fault:  # Flower raises errors of its command-line parser.
+        yield error("node-config", one_line(str(getattr(fault, "message", fault))))
+        return
+    if settings.partition_id < 0 and not (settings.data and settings.name):
+        missing = "name" if settings.data else "data"
+        rule = "expected both 'name' and 'data' at a site with its own data"
+        yield error("node-config", f"node-config '{missing}': not set, {rule}")
+    try:
+        budget = settings.budget()
+    except FedhetError as fault:
+        yield error("privacy", str(fault))
+        budget = None
+    listed: tuple[int, ...] = ()
+    if settings.peers or settings.peers_key:
+        listed = yield from _peers(settings)
+    if settings.data and (settings.privacy or settings.peers):
+        # Noise also hides classes without samples, so the site may list any class.
+        yield from _declared(settings, () if settings.privacy else listed, budget)
+    elif settings.data:
+        yield from _undeclared(Path(settings.data))
+
+
+def _peers(settings: NodeSettings) -> Generator[Finding, None, tuple[int, ...]]:
+    """Check a site's peers file and key, and return the classes that the file lists for it."""
+    from fedhet.config.secure import own_key, read_peers
+
+    for name in ("peers", "peers-key"):
+        if not getattr(settings, name.replace("-", "_")):
+            rule = "expected both files of secure aggregation"
+            yield error("peers", f"node-config '{name}': not set, {rule}")
+    try:
+        settings.check_training()
+    except FedhetError as fault:
+        yield error("peers", str(fault))
+    try:
+        peers = read_peers(settings.peers) if settings.peers else None
+    except FedhetError as fault:
+        yield error("peers", str(fault))
+        peers = None
+    if peers is None or not settings.name:
+        return ()
+    try:
+        peer = peers.peer(settings.name)
+        if settings.peers_key:
+            own_key(peers, settings.name, settings.peers_key)
+    except FedhetError as fault:
+        yield error("peers", str(fault))
+        return ()
+    yield ok("peers", f"{settings.peers} lists {plural(len(peers.peers), 'site')}")
+    return tuple(map(int, peer.classes))
+
+
+def _undeclared(directory: Path) -> Iterator[Finding]:
+    if directory.expanduser().is_dir():
+        text = "needs no declaration, because the site has neither 'privacy' nor 'peers'"
+        yield ok("data", f"{directory} {text}")
+    else:
+        yield error("data", f"{directory}: directory not found")
+
+
+def _declared(
+    settings: NodeSettings, listed: tuple[int, ...], budget: Budget | None
+) -> Iterator[Finding]:
+    """Check the declaration of a private site, and compare it with the data."""
+    from fedhet.data.site import Declaration
+
+    try:
+        declared = Declaration.read(settings.data, settings.max_data_bytes)
+    except FedhetError as fault:
+        yield error("declaration", str(fault))
+        return
+    count = len(declared.names)
+    yield ok("declaration", f"{declared.path}: {plural(count, 'output')}, {list(declared.shape)}")
+    if budget and settings.peers:
+        try:
+            declared.check_rows()
+        except FedhetError as fault:
+            yield error("declaration", str(fault))
+    if outside := [label for label in listed if label >= count]:
+        rule = f"expected classes below {count}, the declared number"
+        yield error("peers", f"classes listed for {settings.name}: {rule}, got {outside[0]}")
+        listed = tuple(label for label in listed if label < count)
+    try:
+        data = declared.read_data(
+            settings.data, settings.name, listed, settings.min_samples_per_class
+        )
+    except FedhetError as fault:
+        yield error("data", one_line(str(fault)))
+        return
+    samples = len(data.train)
+    yield ok("data", f"{settings.data}: {plural(samples, 'training sample')}")
+    if budget and (difference := declared.rows_fault(samples)):
+        yield warning("declaration", difference)
+    rows = declared.accounted_rows(samples)
+    if budget and budget.delta * rows >= 1:
+        rule = f"must be below 1 / samples = {1 / rows:.2g} for {rows} samples"
+        yield error("privacy", f"node-config 'privacy': delta {rule}, got {budget.delta:g}")
 
 
 @_guarded
