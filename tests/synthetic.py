@@ -36,6 +36,8 @@ class Spec:
     table: dict[str, Any] = field(default_factory=dict)
     finished: bool = True
     partition: bool = True
+    confusion: int = 0
+    """Number of classes of the confusion matrix, or 0 for no matrix."""
     noise: int = 0
     """Runs of one seed that differ in it have other numbers."""
     failed: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -107,6 +109,24 @@ def summary(spec: Spec, names: list[str], records: list[dict[str, Any]]) -> dict
     }
 
 
+def confusion(spec: Spec, names: list[str]) -> dict[str, Any]:
+    """Return the matrices of two architectures; most predictions are right or off by one class."""
+    size, rng = spec.confusion, np.random.default_rng(spec.confusion)
+    matrices = []
+    for model in ("cnn2", "mlp"):
+        counts = np.diag(rng.integers(5, 40, size))
+        for row in range(size):
+            counts[row, (row + 1) % size] += rng.integers(0, 6)
+        matrices.append(
+            {
+                "model": model, "clients": names[model == "mlp" :: 2],
+                "samples": int(counts.sum()), "counts": counts.tolist(),
+            }
+        )  # fmt: skip
+    classes = [f"class {number}" for number in range(size)]
+    return {"kind": spec.kinds[0], "classes": classes, "matrices": matrices}
+
+
 def config(spec: Spec) -> str:
     settings = {
         "method": spec.method,
@@ -138,6 +158,9 @@ def make(root: Path, **changes: Any) -> Path:
     (root / "metrics.jsonl").write_text(text, "utf-8")
     if spec.finished:
         (root / "summary.json").write_text(json.dumps(summary(spec, names, records)), "utf-8")
+    if spec.confusion:
+        content = confusion(spec, names)
+        (root / "confusion.json").write_text(json.dumps(content), "utf-8")
     if spec.partition:
         counts = {name: rng.integers(0, 30, 10).tolist() for name in names}
         content = {"classes": [str(n) for n in range(10)], "counts": counts}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from fedhet import base
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli.options import loading
@@ -284,3 +285,28 @@ def test_nohup_is_respected():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_commit_is_the_one_of_the_checkout(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "fedhet" / "base"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(Path(base.__file__).read_text())
+    shown = [sys.executable, "-c", "from fedhet.base import commit; print(commit())"]
+
+    def found():
+        done = subprocess.run(shown, cwd=tmp_path / "src", capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    def git(*arguments):
+        author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", *author, "-C", tmp_path / "src", *arguments]
+        return subprocess.run(command, capture_output=True, check=True).stdout.decode().strip()
+
+    assert found() == "", "an installed package has no commit"
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert found() == git("rev-parse", "HEAD")[:12]
+    (package / "__init__.py").write_text(Path(base.__file__).read_text() + "\n")
+    assert found() == git("rev-parse", "HEAD")[:12] + "+"

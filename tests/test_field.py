@@ -263,6 +263,8 @@ def test_every_row_says_what_it_measured_or_why_it_could_not(tmp_path):
         could = row["method"].text != "fedavg" or row["architectures"].text == "homogeneous"
         assert ("one model for all clients" in row["why not"].text) == (not could)
         assert ("±" in row["common"].text) == could
+        assert row["test samples, common"].text == ("359" if could else "—")
+        assert row["test samples, personal"].text == "—", "the synthetic runs have not recorded it"
 
 
 def test_in_latex_the_best_of_each_cell_is_bold(tmp_path):
@@ -296,6 +298,18 @@ def test_a_table_is_made_once_and_has_a_page_that_filters(tmp_path):
     assert len(runs) == 3 * 2, "all cells have these settings, and share their runs"
     assert not [*tmp_path.glob("runs/*/*/report.html")], "a table's runs have no page"
     page = (tmp_path / "field-tiny.html").read_text()
+    for protocol in ("common", "personal"):
+        counts = set()
+        for path in runs:
+            tested = [json.loads(line) for line in (path.parent / "metrics.jsonl").open()][-1]
+            each = np.array([*tested["tested"][protocol].values()])
+            factor = 1 if protocol == "common" else len(each)
+            counts.add(round(factor * len(each) / (1 / each).sum(), 6))
+        found = {round(float(row[f"test samples, {protocol}"]), 6) for row in rows}
+        assert found == counts
+    tested = "Each accuracy of a run has 114 test samples."
+    assert tested in page
+    assert all(tested in (tmp_path / f"field-tiny.{form}").read_text() for form in ("md", "tex"))
     assert 'data-rows="every"' in page
     assert '<div id="every">' in page
     assert (tmp_path / "field-tiny.tex").exists()

@@ -5,6 +5,7 @@ Positions come from matplotlib's marks, and values come from the run's files.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -271,4 +272,153 @@ def test_a_comparison_is_pointed_at_and_switched(browser: Any, tmp_path: Path) -
     first = lines_of(runs[1])[0]["accuracy"]["common"]["private"]["mean"]
     assert page.hover(place) == ["local", f"{sent / 1000:.2f} kB", f"{first:.4f}"]
     assert page.faults == []
+    page.tab.close()
+
+
+def matrix_of(path: Path) -> np.ndarray:
+    content = json.loads((path / "confusion.json").read_text())
+    return np.sum([each["counts"] for each in content["matrices"]], axis=0)
+
+
+def cell_center(page: Opened, title: str, row: int, column: int) -> tuple[float, float]:
+    """Return the center of a matrix's cell on the page, computed from the tick labels."""
+    svg = page.figure(title).locator("svg")
+    svg.scroll_into_view_if_needed()
+    chart = json.loads(svg.get_attribute("data-chart"))[0]
+    view = [float(n) for n in svg.get_attribute("viewBox").split()]
+    box, (left, top, right, bottom) = svg.bounding_box(), chart["box"]
+    size = len(chart["cells"]["names"])
+    x = left + (right - left) * (column + 0.5) / size
+    y = top + (bottom - top) * (row + 0.5) / size
+    return box["x"] + x * box["width"] / view[2], box["y"] + y * box["height"] / view[3]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("size", [2, 10, 100])
+def test_a_confusion_matrix_is_readable_and_names_its_cells(
+    browser: Any, tmp_path: Path, size: int, width: int
+) -> None:
+    path = make(tmp_path / "run", confusion=size)
+    counts = matrix_of(path)
+    page = Opened(browser, write_report(load_run(path)), width)
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+    title = "Confusion matrix: private models, sum of 4 clients"
+    for row, column in ((0, 0), (size - 1, 0), (size // 2, size // 2)):
+        count, total = counts[row, column], counts[row].sum()
+        assert page.hover(cell_center(page, title, row, column)) == [
+            f"true: class {row}",
+            f"predicted: class {column}",
+            f"{count:,} of {total:,} ({100 * count / total:.{digits(count / total)}f} %)",
+        ]
+    svg = page.figure(title).locator("svg")
+    right = f"{np.trace(counts):,} of {counts.sum():,} correct"
+    assert svg.get_attribute("aria-label").endswith(right)
+    texts = svg.locator("text").all_text_contents()
+    in_cells = [text for text in texts if text.isdigit() or text == "<1"]
+    assert len(in_cells) == (np.count_nonzero(counts) if size <= 12 else 0)
+    # The labels of the axes do not overlap.
+    labels = [each for each in svg.locator("text").all() if "class " in str(each.text_content())]
+    left, bottom = cell_center(page, title, size - 1, 0)
+    boxes = [each.bounding_box() for each in labels]
+    rows = [box for box in boxes if box["x"] < left and box["y"] + box["height"] / 2 < bottom + 2]
+    assert len(rows) >= min(size, 20)
+    ends = sorted((box["y"], box["y"] + box["height"]) for box in rows)
+    assert all(
+        below[0] - top[0] > 0.7 * (top[1] - top[0]) for top, below in itertools.pairwise(ends)
+    )
+    # The most frequent errors, from numpy.
+    errors = counts - np.diag(np.diag(counts))
+    table = page.tab.locator(".table", has_text="Most frequent confusions")
+    first = table.locator("tbody tr").first.locator("td").all_inner_texts()
+    row, column = (int(name.split()[1]) for name in first[:2])
+    assert int(first[2]) == errors[row, column] == errors.max()
+    assert page.faults == []
+    page.tab.close()
+
+
+def digits(fraction: float) -> int:
+    """Return the number of decimals of a percentage with three significant digits."""
+    return 2 - int(np.floor(np.log10(100 * fraction))) if fraction else 2
+
+
+def test_a_confusion_matrix_is_reached_with_the_keyboard(browser: Any, tmp_path: Path) -> None:
+    path = make(tmp_path / "run", confusion=10)
+    counts = matrix_of(path)
+    page = Opened(browser, write_report(load_run(path)), 1280)
+    svg = page.figure("Confusion matrix: private models, sum of 4 clients").locator("svg")
+    svg.focus()
+    tip = page.tab.locator(".tip")
+    assert tip.get_attribute("role") == "status"
+    for key in ("ArrowRight", "ArrowDown", "ArrowUp", "ArrowUp", "ArrowRight"):
+        page.tab.keyboard.press(key)
+    lines = tip.locator("div").all_inner_texts()
+    assert lines[:2] == ["true: class 0", "predicted: class 2"]
+    assert lines[2].startswith(f"{counts[0, 2]} of {counts[0].sum()} ")
+    page.tab.keyboard.press("Escape")
+    assert not tip.is_visible()
+    details = page.tab.locator("details", has_text="Counts")
+    details.locator("summary").press("Enter")
+    rows = details.locator("tbody tr").all()
+    assert [each.locator("th").inner_text() for each in rows] == [f"class {n}" for n in range(10)]
+    found = [[int(text) for text in each.locator("td").all_inner_texts()] for each in rows]
+    assert found == counts.tolist()
+    page.tab.close()
+
+
+def test_global_models_have_a_confusion_matrix_for_each_architecture(
+    browser: Any, tmp_path: Path
+) -> None:
+    path = make(tmp_path / "run", confusion=3, kinds=("global",))
+    page = Opened(browser, write_report(load_run(path)), 1280)
+    captions = page.tab.locator("figcaption").all_inner_texts()
+    assert [text for text in captions if text.startswith("Confusion")] == [
+        "Confusion matrix: global model, cnn2", "Confusion matrix: global model, mlp",
+    ]  # fmt: skip
+    page.tab.close()
+
+
+def test_no_label_is_cut_and_no_line_starts_with_a_separator(browser: Any, tmp_path: Path) -> None:
+    """Labels remain inside their figures, bars, and tiles, also with long notes."""
+    path = make(tmp_path / "run", rounds=120, finished=False)
+    rows = lines_of(path)
+    for row in rows:
+        row["seconds"] = {
+            "total": 59.0, "train": 4000.0, "evaluate": 1000.0, "server": 1200.0, "overhead": 0.1,
+        }  # fmt: skip
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = write_report(load_run(path))
+    for width in (390, 1280):
+        page = Opened(browser, report, width)
+        svg = page.figure("Time by stage").locator("svg")
+        outer = svg.bounding_box()
+        texts = {
+            str(each.text_content()): each.bounding_box() for each in svg.locator("text").all()
+        }
+        assert any("wall time" in text for text in texts)
+        assert "training 65%" in texts
+        assert not any(text.startswith("evaluation ") for text in texts), "wider than its part"
+        for box in texts.values():
+            assert outer["x"] <= box["x"]
+            assert box["x"] + box["width"] <= outer["x"] + outer["width"]
+        for value in page.tab.locator(".card .value").all():
+            assert value.bounding_box()["height"] < 40
+        overflow = "each => each.scrollWidth - each.clientWidth"
+        assert all(card.evaluate(overflow) <= 0 for card in page.tab.locator(".card").all())
+        parts = page.tab.locator(".facts span").all()
+        before = "each => getComputedStyle(each, '::before').content"
+        assert {each.evaluate(before) for each in parts} == {"none"}
+        page.tab.close()
+
+
+def test_a_comparison_stays_inside_its_column(browser: Any, tmp_path: Path) -> None:
+    for method in ("felo", "local"):
+        both = ("common", "personal")
+        make(tmp_path / method, method=method, kinds=("private", "local", "global"), protocols=both)
+    write_comparison(compare([tmp_path]), tmp_path / "out")
+    page = Opened(browser, tmp_path / "out" / "compare.html", width=1280)
+    main = page.tab.locator("header").bounding_box()
+    for table in page.tab.locator(".table").all():
+        box = table.bounding_box()
+        assert box["x"] >= main["x"] - 1
+        assert box["x"] + box["width"] <= main["x"] + main["width"] + 1
     page.tab.close()

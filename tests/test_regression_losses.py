@@ -358,18 +358,19 @@ def test_predictions_have_the_quantiles_in_the_unit_of_the_target(trained, tmp_p
     rows = [",".join(NAMES[1:]), *(",".join(map(repr, r)) for r in FEATURES[300:, 1:].tolist())]
     new.write_text("\n".join(rows) + "\n")
     client, expected = open_client(trained / "run", "client-0"), by_hand(trained)
-    found = client.predict(read_inputs([new], client.record)[1])
+    found = client.predict(read_inputs([new], client.record)[1], "private")
     assert (found.targets, found.levels) == (("stay", "age"), (0.2, 0.4, 0.9))
     np.testing.assert_allclose(found.quantiles, expected, rtol=1e-4)
     np.testing.assert_array_equal(found.values, found.quantiles[..., 1])
-    read = pd.read_csv(io.StringIO(call("predict", trained / "run", "client-0", new, "--csv")[1]))
+    words = ("predict", trained / "run", "client-0", new, "--kind", "private")
+    read = pd.read_csv(io.StringIO(call(*words, "--csv")[1]))
     assert [*read][1:] == [
         "stay", "stay (0.2)", "stay (0.4)", "stay (0.9)",
         "age", "age (0.2)", "age (0.4)", "age (0.9)",
     ]  # fmt: skip
     np.testing.assert_allclose(read["age (0.9)"], expected[:, 1, 2], rtol=1e-4)
     np.testing.assert_allclose(read["stay"], expected[:, 0, 1], rtol=1e-4)
-    _, table, _ = call("predict", trained / "run", "client-0", new)
+    _, table, _ = call(*words)
     assert f"{found.quantiles[0, 0, 0]:.6g}" in table
 
 
@@ -380,7 +381,7 @@ def test_an_exported_model_describes_its_loss_and_its_quantiles(trained, tmp_pat
     if form == "onnx":
         pytest.importorskip("onnxscript")
     path, client = tmp_path / f"m.{form}", open_client(trained / "run", "client-0")
-    card = json.loads(export(client, form, path).read_text())
+    card = json.loads(export(client, form, path, "private").read_text())
     assert card["task"]["loss_name"] == "quantile"
     assert card["task"]["quantiles"] == [0.2, 0.4, 0.9]
     assert card["output"]["of"] == "quantiles of the targets"

@@ -31,7 +31,7 @@ from fedhet.report import (
 from fedhet.report.comparison_report import comparison_cells
 from fedhet.report.figures import drawings
 from fedhet.report.style import Drawing, disambiguate
-from fedhet.report.tables import Blocks, Cell, Cells
+from fedhet.report.tables import Blocks, Cell, Cells, remarks
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
 FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method", "client-curves"}
@@ -565,3 +565,88 @@ def test_a_partition_of_many_classes_shows_all_of_them(width, classes):
     assert {*headers, *rows[0], *rows[1]} == {*words}
     assert words.count("client-0") == words.count("620") == words.count("client")
     assert max(map(len, file.getvalue().splitlines())) <= width
+
+
+# Confusion matrices
+
+
+def told(path: Path) -> str:
+    """Return the text of the section on the confusion matrix."""
+    text = Page(write_report(load_run(path))).text
+    return text.partition("Confusion matrix")[2].partition("Cost")[0]
+
+
+def test_a_report_says_why_there_is_no_confusion_matrix(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    assert "has not recorded its confusion matrix" in told(path)
+    many = [f"c{number}" for number in range(201)]
+    row = {f"client-{number}": [1] * 201 for number in range(4)}
+    rewrite(path / "partition.json", lambda content: content.update(classes=many, counts=row))
+    assert "the data has 201 classes; the limit is 200" in told(path)
+    personal = make(tmp_path / "personal", protocols=("personal",))
+    assert "no scores on a common test set" in told(personal)
+    deployed = make(tmp_path / "deployed", partition=False)
+    (deployed / "run.json").write_text(json.dumps({"deployed": True}))
+    assert "stay at the sites" in told(deployed)
+
+
+def test_a_report_counts_predictions_and_clients_without_a_matrix(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", confusion=3)
+
+    def change(content: dict) -> None:
+        content["without"] = ["client-7"]
+        content["matrices"][0]["samples"] += 4
+
+    rewrite(path / "confusion.json", change)
+    text = told(path)
+    assert "4 predictions are not finite" in text
+    assert "The matrices of 1 client are not available." in text
+    rewrite(path / "confusion.json", lambda content: content["matrices"][0]["counts"].pop())
+    with pytest.raises(StateError, match=r"confusion\.json: matrices\.0: .*expected 2 columns"):
+        load_run(path)
+    rewrite(path / "confusion.json", lambda content: content["matrices"].pop(0))
+    content = json.loads((path / "confusion.json").read_text())
+    content["matrices"].append({"samples": 1, "counts": [[1]]})
+    (path / "confusion.json").write_text(json.dumps(content))
+    with pytest.raises(StateError, match="the same number of classes in all matrices"):
+        load_run(path)
+
+
+# Metrics that are undefined for some clients
+
+
+def test_a_metric_that_is_undefined_for_clients_has_one_line(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", settings={"metrics": ["accuracy", "auc", "recall"]})
+    rows = lines_of(path)
+    for row in rows:
+        scores = row["accuracy"]["common"]["private"]
+        kept = {name: scores["per_client"][name] for name in ("client-1", "client-3")}
+        one = {"mean": 0.5, "std": 0.0, "worst": 0.5, "per_client": kept}
+        row["metrics"] = {"auc": {"common": {"private": one}}}
+        row["metrics"]["recall.0"] = {"common": {"private": one}}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(path / "summary.json", lambda content: content.update(metrics=rows[-1]["metrics"]))
+    line = (
+        "AUC (common private) is undefined for 2 of 4 clients, because all test samples have the "
+        "same class: client-0, client-2"
+    )
+    assert [each for each in remarks(load_run(path)) if "undefined" in each] == [line]
+    assert line in Page(write_report(load_run(path))).text
+    for row in rows:
+        row["metrics"] = {}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(path / "summary.json", lambda content: content.update(metrics={}))
+    (found,) = [each for each in remarks(load_run(path)) if "undefined" in each]
+    assert "undefined for 4 of 4 clients" in found
+    assert found.endswith("client-0, client-1, client-2, …")
+
+
+def test_a_report_names_the_commit_and_the_hardware(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    rewrite(
+        path / "summary.json",
+        lambda content: content.update(commit="abc123+", hardware={"cpu": "Abacus", "gpu": UNSAFE}),
+    )
+    text = Page(write_report(load_run(path))).text
+    assert "fedhet 0.1.0 (commit abc123+)" in text
+    assert f"· Abacus · {UNSAFE}" in text

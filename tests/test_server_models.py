@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 
 import fedhet
 from fedhet.base.errors import DataError, SettingsError, StateError
+from fedhet.client_runtime.state import ClientState
 from fedhet.inference.client import open_models, open_server, samples_for
 from fedhet.models import build
 
@@ -300,9 +301,11 @@ def test_test_sets_are_those_of_the_run(runs):
         x, y, classes = result.test(name)
         total += len(y)
         assert classes == tuple(map(str, range(10)))
-        assert (result.predict(name, x).labels == y).mean() == pytest.approx(personal[name])
+        found = result.predict(name, x, kind="private").labels
+        assert (found == y).mean() == pytest.approx(personal[name])
         x, y, _ = result.test()
-        assert (result.predict(name, x).labels == y).mean() == pytest.approx(common[name])
+        found = result.predict(name, x, kind="private").labels
+        assert (found == y).mean() == pytest.approx(common[name])
         assert len(y) == summary["test_samples"]["common"]
     assert total == summary["test_samples"]["personal"]
     with pytest.raises(StateError, match="client 'client-7' not found, expected one of client-0"):
@@ -335,3 +338,111 @@ def test_the_commands(runs, call, tmp_path):
     assert status == 2
     assert "architecture must be one of cnn2, mlp, got none" in error
     assert len(error.strip().splitlines()) == 1
+
+
+def counted(truth, predicted, classes=10):
+    counts = np.zeros((classes, classes), int)
+    for pair in zip(truth, predicted, strict=True):
+        counts[pair] += 1
+    return counts
+
+
+@pytest.mark.parametrize("method", ["fedkd", "felo", "fedgems"])
+def test_the_recorded_confusion_matrices_count_the_predictions_of_the_headline_models(runs, method):
+    directory, summary = runs(method)
+    result = fedhet.load(directory)
+    x, y, _ = result.test()
+    content = json.loads((directory / "confusion.json").read_text())
+    kind = summary["headline_kinds"]["common"]
+    assert (content["kind"], content["without"]) == (kind, [])
+    assert content["classes"] == list(map(str, range(10)))
+    scores = summary["accuracy"]["common"][kind]["per_client"]
+    assert sorted(name for each in content["matrices"] for name in each["clients"]) == [*scores]
+    right = samples = 0
+    for each in content["matrices"]:
+        names = each["clients"]
+        if kind == "global":  # All clients of an architecture have the same model.
+            names = names[:1]
+        labels = [result.predict(name, x, kind=kind).labels for name in names]
+        wanted = sum(counted(y, found) for found in labels)
+        assert each["counts"] == wanted.tolist()
+        assert each["samples"] == len(y) * len(names)
+        accuracy = np.mean([scores[name] for name in names])
+        assert np.trace(wanted) / each["samples"] == pytest.approx(accuracy, abs=1e-12)
+        right, samples = right + np.trace(wanted), samples + each["samples"]
+        frame = result.confusion(architecture=each["model"])
+        assert frame.to_numpy().tolist() == wanted.tolist()
+    total = result.confusion()
+    assert (total.index.name, total.columns.name) == ("true class", "predicted class")
+    assert (np.trace(total), total.to_numpy().sum()) == (right, samples)
+    with pytest.raises(StateError, match=r"architecture must be one of .*, got 'cnn9'"):
+        result.confusion(architecture="cnn9")
+
+
+def test_a_confusion_matrix_of_each_model(runs):
+    directory, _ = runs("felo")
+    result = fedhet.load(directory)
+    for client, kind in (("client-0", "private"), ("client-0", ""), ("server", "global")):
+        architecture = "cnn2" if client == "server" else ""
+        x, y, classes = result.test()
+        labels = result.predict(client, x, kind, architecture).labels
+        frame = result.confusion(client, kind, architecture)
+        assert frame.to_numpy().tolist() == counted(y, labels).tolist()
+        assert tuple(frame.index) == tuple(frame.columns) == classes
+    x, y, _ = result.test(1)
+    labels = result.predict(1, x).labels
+    frame = result.confusion(1, protocol="personal")
+    assert frame.to_numpy().tolist() == counted(y, labels).tolist()
+    with pytest.raises(SettingsError, match="test set must be one of common, got 'personal'"):
+        result.confusion("server", architecture="cnn2", protocol="personal")
+
+
+def test_a_damaged_or_outdated_matrix_of_a_client_is_left_out(tmp_path, monkeypatch):
+    """A matrix is used only if it belongs to the recorded accuracy."""
+    written = ClientState.write_confusion
+
+    def write(state, counts):
+        written(state, np.roll(counts, 1, axis=0) if state._client == "client-1" else counts)
+        if state._client == "client-2":
+            (state.folder / "confusion.npy").write_bytes(b"\x93NUMPY")
+
+    monkeypatch.setattr(ClientState, "write_confusion", write)
+    directory, _ = trained("local", tmp_path / "run", models="mlp")
+    content = json.loads((directory / "confusion.json").read_text())
+    assert content["without"] == ["client-1", "client-2"]
+    assert content["matrices"][0]["clients"] == ["client-0"]
+
+
+def test_the_default_model_of_a_client_is_the_headline_model(runs, call, tmp_path):
+    np.savez(tmp_path / "x.npz", x=SCALED)
+    for method, wanted in (("felo", "global"), ("fedkd", "private"), ("fedgems", "private")):
+        directory, _ = runs(method)
+        result = fedhet.load(directory)
+        same = result.predict("client-0", SCALED, kind=wanted).probabilities
+        assert (result.predict("client-0", SCALED).probabilities == same).all()
+        status, text, error = call("predict", directory, "client-0", tmp_path / "x.npz")
+        assert status == 0
+        assert f"{wanted} model of client-0" in text
+        assert ("the headline kind 'server'" in error) == (method == "fedgems")
+        out = tmp_path / f"{method}.safetensors"
+        assert call("export", directory, "client-0", "--out", out)[1].startswith(
+            f"model: {out} ({wanted} model of client-0)"
+        )
+        assert json.loads((tmp_path / f"{out.name}.json").read_text())["kind"] == wanted
+
+
+def test_the_command_for_confusion_matrices(runs, call):
+    directory, _ = runs("felo")
+    status, text, _ = call("confusion", directory, "client-0", "--csv")
+    assert status == 0
+    rows = [line.split(",") for line in text.strip().splitlines()]
+    assert rows[0] == ["true", *map(str, range(10))]
+    wanted = fedhet.load(directory).confusion("client-0")
+    assert [list(map(int, row[1:])) for row in rows[1:]] == wanted.to_numpy().tolist()
+    assert call("confusion", directory, "client-0")[1].startswith(
+        f"global model of client-0: {np.trace(wanted)} of {wanted.to_numpy().sum()} correct"
+    )
+    status, text, _ = call("confusion", directory)
+    assert status == 0
+    assert text.startswith("global models of all clients: ")
+    assert call("confusion", directory, "client-0", "--protocol", "own")[0] == 2

@@ -521,26 +521,27 @@ def test_a_client_predicts_numbers_in_the_unit_of_the_target(trained, tmp_path, 
     rows = [",".join(NAMES), *(",".join(map(repr, row)) for row in FEATURES[300:].tolist())]
     new.write_text("\n".join(rows) + "\n")
     names, x = read_inputs([new], client.record)
-    found, expected = client.predict(x), by_hand(trained, FEATURES[300:])
+    found, expected = client.predict(x, "private"), by_hand(trained, FEATURES[300:])
     assert found.targets == ("stay",)
     np.testing.assert_allclose(found.values, expected, rtol=1e-4)
     assert Result(report.load_run(trained / "runs" / "good")).predict(
-        "client-0", x.numpy()
+        "client-0", x.numpy(), "private"
     ).values == pytest.approx(found.values)
+    own = ("--kind", "private")
     read = pd.read_csv(
-        io.StringIO(call("predict", trained / "runs" / "good", "client-0", new, "--csv")[1])
+        io.StringIO(call("predict", trained / "runs" / "good", "client-0", new, "--csv", *own)[1])
     )
     assert [*read] == ["sample", "stay"]
     assert read["sample"].tolist() == names
     np.testing.assert_allclose(read["stay"], expected[:, 0], rtol=1e-4)
-    _, table, _ = call("predict", trained / "runs" / "good", "client-0", new)
+    _, table, _ = call("predict", trained / "runs" / "good", "client-0", new, *own)
     assert f"{found.values[0, 0]:.6g}" in table
     record = records(trained / "runs" / "good")[-1]["metrics"]
-    measured = client.scores()
+    measured = client.scores("private")
     assert set(measured["common"]) == {"rmse", "mae", "r2"}
     for metric, value in measured["common"].items():
         assert value == record[metric]["common"]["private"]["per_client"]["client-0"]
-    assert math.isnan(client.accuracy()["common"])
+    assert math.isnan(client.accuracy("private")["common"])
 
 
 @pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
@@ -548,7 +549,7 @@ def test_an_exported_program_predicts_in_the_unit_of_the_target(trained, tmp_pat
     if form == "onnx":
         pytest.importorskip("onnxscript")
     path, client = tmp_path / f"m.{form}", open_client(trained / "runs" / "good", "client-0")
-    card = json.loads(export(client, form, path).read_text())
+    card = json.loads(export(client, form, path, "private").read_text())
     columns = [column["name"] for column in card["input"]["columns"]]
     x = FEATURES[300:][:, [NAMES.index(name) for name in columns]]
     if form == "pt2":
@@ -560,7 +561,7 @@ def test_an_exported_program_predicts_in_the_unit_of_the_target(trained, tmp_pat
     assert card["targets"] == ["stay"]
     assert card["task"]["means"] == [pytest.approx(LENGTH[:300].mean())]
     assert card["output"] == {"name": "predictions", "of": "targets", "scaling": "in the file"}
-    assert card["scores"]["common"]["rmse"] == client.scores()["common"]["rmse"]
+    assert card["scores"]["common"]["rmse"] == client.scores("private")["common"]["rmse"]
     assert not {"accuracy", "classes", "label_space"} & card.keys()
 
 

@@ -10,6 +10,8 @@ from federation import run, small
 from fedhet.base.errors import SettingsError
 from fedhet.inference import api
 from fedhet.runs.log import Watcher, trackers_of
+from fedhet.runs.measures import headline_column, scalars, spread
+from fedhet.runs.records import Headline, RoundRecord
 
 
 class Fake:
@@ -60,6 +62,10 @@ def test_settings_and_numbers_are_sent(tracker, tmp_path):
     assert last["accuracy-common-private/mean"] == summary["accuracy"]["common"]["private"]["mean"]
     assert last["auc-common-private/mean"] == summary["metrics"]["auc"]["common"]["private"]["mean"]
     assert not any("client-" in key for key in last)  # none of a single client
+    headline = summary["accuracy"]["common"]["private"]
+    assert [last[f"headline/{name}"] for name in ("mean", "std", "worst")] == [
+        headline[name] for name in ("mean", "std", "worst")
+    ]
     settings = next(
         options["config"] if call == "init" else args[0]
         for call, args, options in fake.calls
@@ -110,6 +116,37 @@ def test_without_the_library_the_error_explains_what_to_install(tracker, monkeyp
     ):
         run(tracked(name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_several_trackers_receive_the_headline_of_the_method(monkeypatch, tmp_path):
+    fakes = {name: Fake() for name in ("wandb", "mlflow")}
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    config = small("fedavg", clients=2, rounds=2, models="mlp", track=["wandb", "mlflow"])
+    summary = run(config, tmp_path / "run")
+    mean = summary["accuracy"]["common"]["global"]["mean"]
+    assert mean != summary["accuracy"]["common"]["private"]["mean"]
+    for name, call in (("wandb", "log"), ("mlflow", "log_metrics")):
+        sent = [args[0] for each, args, _ in fakes[name].calls if each == call]
+        assert len(sent) == 2
+        assert sent[-1]["headline/mean"] == sent[-1]["accuracy-common-global/mean"] == mean
+    with pytest.raises(SettingsError, match="expected a list without duplicates"):
+        small("felo", track=["wandb", "wandb"])
+
+
+def test_the_headline_series_does_not_change_its_kind():
+    """A kind that is missing in a round has a gap, and no other kind fills it."""
+    headline = Headline(protocol="common", kinds={"common": "global"})
+    records = [
+        RoundRecord(number, accuracy={"common": {kind: spread({"a": 0.5}) for kind in kinds}})
+        for number, kinds in enumerate((["private"], ["private", "global"], ["private"]), 1)
+    ]
+    columns = [headline_column(records[:end], headline) for end in (1, 2, 3)]
+    assert columns == [("common", "private"), ("common", "global"), ("common", "global")]
+    sent = [
+        dict(scalars(record, "m", column)) for record, column in zip(records, columns, strict=True)
+    ]
+    assert ["headline/mean" in each for each in sent] == [True, True, False]
 
 
 def test_by_default_there_is_none():

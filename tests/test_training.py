@@ -249,6 +249,12 @@ def test_evaluation_is_what_numpy_says(samples, batch_size, classes, seed):
     accuracy, loss = numpy_score(weight, bias, x, y)
     assert score.accuracy == pytest.approx(accuracy, abs=1e-6)
     assert score.loss == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    logits = x.astype(np.float32) @ weight.T.astype(np.float32) + bias.astype(np.float32)
+    counts = np.zeros((classes, classes), int)
+    for truth, row in zip(y, logits, strict=True):
+        counts[truth, row.argmax()] += 1
+    assert score.confusion.tolist() == counts.tolist()
+    assert score.confusion.trace() / samples == score.accuracy
 
 
 class Fixed(nn.Module):
@@ -270,7 +276,15 @@ def test_logits_that_are_not_finite_are_wrong():
         [3.0, -inf, -inf], [3.0, 1.0, 2.0], [1.0, 1.0, nan],
     ]  # fmt: skip
     x, y = torch.zeros(len(rows), 1), torch.zeros(len(rows), dtype=torch.int64)
-    assert evaluate(Fixed(rows), x, y, CPU).accuracy == 2 / 8, "the masked one and the sound one"
+    score = evaluate(Fixed(rows), x, y, CPU)
+    assert score.accuracy == 2 / 8, "the masked one and the sound one"
+    assert score.confusion.tolist() == [[2, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_a_confusion_matrix_has_a_limit_of_classes():
+    x, y = torch.zeros(2, 1), torch.tensor([0, 3])
+    assert evaluate(Fixed(np.eye(2, 200)), x, y, CPU).confusion.shape == (200, 200)
+    assert evaluate(Fixed(np.eye(2, 201)), x, y, CPU).confusion is None
 
 
 class Seen(nn.Module):

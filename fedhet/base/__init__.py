@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import platform
+import subprocess
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -15,3 +17,21 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def commit() -> str:
+    """Return the Git commit of fedhet's source code, or "" if fedhet runs from no checkout.
+
+    The commit ends with "+" if tracked files have changed.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always"]
+    command += ["--exclude=*", "--abbrev=12", "--dirty=+"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -27,6 +27,9 @@ MAX_ERROR = 1e16
 """Maximum error of a prediction, in the target's unit."""
 MAX_LABELS = 1000
 """Maximum number of labels in a multi-label task."""
+MAX_CONFUSION = 200
+"""Maximum number of classes for which a confusion matrix is counted."""
+NO_LABEL = "no label has both positive and negative test samples"
 MIN_ACCURACY = 1e-12
 """Smallest valid accuracy above 0, far below one correct prediction in a billion samples. It keeps
 ratios finite."""
@@ -235,6 +238,8 @@ class Metric:
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
     by_target: bool = False
     """Whether the metric is also reported for each of several targets, as `rmse.0`, ..."""
+    undefined_if: str = "the predictions are not finite"
+    """Condition under which the metric is undefined on a test set."""
 
     @property
     def noun(self) -> str:
@@ -259,7 +264,7 @@ METRICS = {
             lambda p: float(np.mean(list(recalls(p).values()))),
         ),
         Metric("macro-f1", "macro F1", macro_f1),
-        Metric("auc", "AUC", auc),
+        Metric("auc", "AUC", auc, undefined_if="all test samples have the same class"),
         Metric("test-loss", "test loss", test_loss, highest=37.0, lower_is_better=True),
         Metric("calibration-error", "calibration error", calibration_error, lower_is_better=True),
         Metric("recall", "recall", recalls, by_class=True),
@@ -271,16 +276,24 @@ METRICS = {
             "mae", "MAE", mae, highest=MAX_ERROR, lower_is_better=True, has_unit=True,
             task=REGRESSION, by_target=True,
         ),
-        Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION, by_target=True),
+        Metric(
+            R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION, by_target=True,
+            undefined_if="a target has the same value in all test samples",
+        ),
         Metric(COVERAGE, "coverage", coverage, task=REGRESSION, by_target=True),
         Metric(
-            MACRO_AUC, "macro AUC", partial(mean_over_labels, score=label_auc), task=MULTI_LABEL
+            MACRO_AUC, "macro AUC", partial(mean_over_labels, score=label_auc), task=MULTI_LABEL,
+            undefined_if=NO_LABEL,
         ),
-        Metric("micro-auc", "micro AUC", micro_auc, task=MULTI_LABEL),
-        Metric("f1", "F1", partial(mean_over_labels, score=label_f1), task=MULTI_LABEL),
+        Metric("micro-auc", "micro AUC", micro_auc, task=MULTI_LABEL, undefined_if=NO_LABEL),
+        Metric(
+            "f1", "F1", partial(mean_over_labels, score=label_f1), task=MULTI_LABEL,
+            undefined_if=NO_LABEL,
+        ),
         Metric(
             "average-precision", "average precision",
             partial(mean_over_labels, score=label_precision), task=MULTI_LABEL,
+            undefined_if=NO_LABEL,
         ),
         Metric(
             "scored-labels", "scored labels", lambda p: float(len(label_scores(p, label_f1))),

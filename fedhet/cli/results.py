@@ -14,15 +14,17 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import METRICS
-from fedhet.cli.options import TRUST, console, listing, loading, option, say
+from fedhet.cli.options import TRUST, console, listing, listings, loading, option, say
 from fedhet.runs.records import KINDS, PROTOCOLS
 from fedhet.runs.units import printable, score
+from fedhet.wire.identity import SERVER
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from fedhet import report
+    from fedhet.inference.client import TrainedClient
 
 Paper = Annotated[
     bool,
@@ -196,7 +198,8 @@ Kind = Annotated[
     option(
         "KIND",
         "Kind of model, such as private, proxy, ensemble, or global.",
-        default="private; for the server, server, global, or the only kind",
+        default="the headline kind, or private if the client does not have it; for the server, "
+        "server, global, or the only kind",
     ),
 ]
 Architecture = Annotated[
@@ -243,13 +246,16 @@ def predict_command(
     trained = open_models(directory, client, architecture=architecture, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, max_bytes=max_bytes)
     predictions = trained.predict(x, kind)
+    described = model_line(trained, kind)
     is_class = isinstance(predictions, Predictions)
     if csv:
         frame = predictions.to_frame([printable(name) for name in names])
         if is_class:
             frame["class"] = frame["class"].map(printable)
+        typer.echo(described, err=True)
         frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
         return
+    say(described)
     if not isinstance(predictions, Predictions):
         frame = predictions.to_frame()
         headers = ["sample", *map(printable, frame.columns)]
@@ -274,6 +280,77 @@ def predict_command(
         rows.append([printable(sample), classes[label], *cells])
     headers = ["sample", "class", *([f"top {TOP}"] if only_top else classes)]
     console.print(listing(*headers, rows=rows, words=None if only_top else 2))
+
+
+def model_line(trained: TrainedClient, kind: str) -> str:
+    """Name the kind of a model, such as "global model of client-0".
+
+    Warns if the default is not the kind of the headline score.
+    """
+    name, headline = trained.record.client, trained.headline_kind
+    if not kind and name != SERVER and trained.default_kind != headline:
+        typer.echo(
+            f"{name} does not have the headline kind {headline!r}; using the kind "
+            f"{trained.default_kind!r}",
+            err=True,
+        )
+    return f"{kind or trained.default_kind} model of {name}"
+
+
+def confusion_command(
+    directory: Directory,
+    client: Annotated[
+        str | None,
+        typer.Argument(
+            help="Client name, as in the results table, or server. The default is the matrix of "
+            "the headline models, which the run has recorded."
+        ),
+    ] = None,
+    kind: Kind = "",
+    architecture: Architecture = "",
+    protocol: Annotated[
+        str,
+        option(
+            "|".join(PROTOCOLS),
+            "Test set: the common test set, or the client's own test split.",
+            default="common if it exists",
+        ),
+    ] = "",
+    best: Best = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of tables.")] = False,
+    trust: Trust = "",
+) -> None:
+    """Count the test samples by true class and predicted class.
+
+    With many classes, only the most frequent errors are shown; --csv prints all counts.
+    """
+    with loading("PyTorch, pandas and Matplotlib"):
+        from fedhet import report
+        from fedhet.inference.client import open_models, recorded_confusion
+        from fedhet.report.tables import frequent_confusions
+
+    if client is None:
+        run = report.load_run(directory)
+        frame, of = recorded_confusion(run, architecture), "headline models"
+        if run.confusion:
+            of = f"{run.confusion.kind} models of all clients"
+    else:
+        trained = open_models(directory, client, architecture=architecture, best=best, trust=trust)
+        frame = trained.confusion(kind, protocol)
+        of = model_line(trained, kind)
+    names, counts = [printable(name) for name in frame.index], frame.to_numpy()
+    if csv:
+        frame.set_axis(names, axis=0).set_axis(names, axis=1).to_csv(sys.stdout, index_label="true")
+        return
+    say(f"{of}: {counts.trace():,} of {counts.sum():,} correct")
+    if len(names) <= MAX_COLUMNS:
+        rows = [[name, *map(str, row)] for name, row in zip(names, counts.tolist(), strict=True)]
+        for table in listings(("true class", *names), rows, 1, console.width):
+            console.print(table)
+        return
+    if (errors := frequent_confusions(counts, names)) is not None:
+        rows = [[cell.text for cell in row] for row in errors.rows]
+        console.print(listing(*errors.headers, rows=rows, words=errors.words))
 
 
 def numbers(column: NDArray[np.float64]) -> list[str]:
@@ -319,7 +396,7 @@ def export_command(
 
     trained = open_models(directory, client, architecture=architecture, best=best, trust=trust)
     card = export(trained, form or out.suffix.lstrip("."), out, kind)
-    say(f"model: {out}")
+    say(f"model: {out} ({model_line(trained, kind)})")
     say(f"card: {card}")
 
 

@@ -33,7 +33,7 @@ from flwr.common import (
 )
 from torch import Tensor, nn
 
-from fedhet.base.arrays import Arrays, group, grouped
+from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.base.disk import Folder, load_npz
 from fedhet.base.errors import StateError
 from fedhet.base.transfer import HOST, all_to_device
@@ -202,6 +202,10 @@ class ClientState:
         tensors |= grouped(METHOD_TENSORS, self.tensors)
         store.save(round, tensors, metadata, best_round)
         self._version = self._newest = version
+
+    def write_confusion(self, counts: Array) -> None:
+        """Write the confusion matrix of the last evaluation next to the saved states."""
+        self._opened.write_confusion(counts)
 
     def _reset(self, round: int) -> None:
         self.models, self.tensors, self.metadata, self.round = self._setup(), {}, {}, round

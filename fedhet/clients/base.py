@@ -73,7 +73,7 @@ from fedhet.runs.measures import (
     timed,
     write_measures,
 )
-from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
+from fedhet.runs.records import COMMON, HELD_OUT, HELD_OUT_EPOCH, Headline
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge, MissingBaseError
@@ -448,6 +448,7 @@ class HetClient(NumPyClient):
                         arrays = masking.store(envelope, arrays)
                     self.privacy.store_reply(arrays)
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
+                self._keep_confusion(scores)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
                 measured = self.privacy.filter_measurements(measured)
                 metrics = write_measures(measured) | self.recipe.work_metrics()
@@ -483,6 +484,7 @@ class HetClient(NumPyClient):
                 )
                 evaluate = partial(self._evaluate_held_out, round) if held_out else self.evaluation
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
+                self._keep_confusion(scores)
                 measured = self.privacy.filter_measurements(_measured(scores, 0.0, seconds))
         except UserModelError:
             raise
@@ -524,6 +526,18 @@ class HetClient(NumPyClient):
                 f"the reply of {definition_of(type(self).train)} violates MethodSpec.replies of "
                 f"the method '{method.name}': {error.reason}"
             ) from None
+
+    def _keep_confusion(self, scores: Evaluations) -> None:
+        """Write the headline model's confusion matrix on the common test set, in simulations only.
+
+        The matrix is not part of any message, so that nothing more leaves a site.
+        """
+        if self.node.is_site:
+            return
+        counts = {kind: each.confusion for (place, kind), each in scores.items() if place == COMMON}
+        kinds = Headline.of(self.config.method.spec).ordered_kinds(COMMON, counts)
+        if kinds and (confusion := counts[kinds[0]]) is not None:
+            self.state.write_confusion(confusion)
 
     def _evaluate_held_out(self, round: int, instruction: Knowledge) -> Evaluations:
         """Evaluate the model that the method offers to held-out clients.

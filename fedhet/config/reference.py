@@ -6,6 +6,7 @@
 - docs/methods/NAME.md: the properties and settings of a method, and the paper's experiment
 - README.md and docs/methods.md: the list of methods
 - docs/runs.md: the models whose scores represent the methods
+- docs/api.md: the public names, from the directives in docs/api-details.md
 - docs/rounds.md, docs/privacy.md and docs/secure-aggregation.md: the treatment of late replies, of
   privacy, and of secure aggregation, by method
 - pyproject.toml: the default run config of `flwr run`
@@ -15,11 +16,16 @@ In pages that also contain hand-written text, only the part between `BEGIN` and 
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import itertools
 import json
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -62,6 +68,10 @@ LATE: Mapping[Late, str] = {
     "kept": "used unchanged, because it is the client's own model or class means",
     "refused": "discarded without a penalty, because its public samples are from an earlier round",
 }
+API_COLUMNS = ("name", "purpose")
+_DIRECTIVE = re.compile(r"^(?:## (.+)|\.\. auto\w+:: (\S+)\n((?:   .*\n)*))", re.MULTILINE)
+_DOCUMENTED = (property, cached_property, classmethod, staticmethod)
+"""Types of class attributes with docstrings, other than functions."""
 PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
 
 
@@ -73,6 +83,7 @@ def reference(root: Path) -> dict[Path, str]:
         root / "README.md": _index(methods, "docs/methods/", brief=True),
         docs / "methods.md": _index(methods, "methods/"),
         docs / "runs.md": _headlines(methods),
+        docs / "api.md": _api((docs / "api-details.md").read_text(encoding="utf-8")),
         docs / "rounds.md": _grouped(
             LATE_COLUMNS,
             {m.name: words for late, words in LATE.items() for m in methods if m.spec.late == late},
@@ -124,6 +135,68 @@ def _headlines(methods: Iterable[Method]) -> str:
         name = f"[`{method.name}`](methods/{method.name}.md)"
         rows.append((name, *cells, spec.paper_model))
     return in_markdown(HEADLINE_COLUMNS, rows)
+
+
+def _api(details: str) -> str:
+    """List the objects that the directives in docs/api-details.md document, by section."""
+    parts: list[str] = []
+    rows: list[tuple[str, str]] = []
+    for heading, name, options in _DIRECTIVE.findall(details):
+        if heading:
+            parts += [in_markdown(API_COLUMNS, rows)] if rows else []
+            parts.append(f"## {heading}\n")
+            rows = []
+            continue
+        target = _resolve_name(name)
+        listed = [each.strip() for each in options.partition(":members:")[2].split(",")]
+        members = [each for each in listed if each]
+        is_module = inspect.ismodule(target)
+        fields = _field_summaries(target) if inspect.isclass(target) else {}
+        if not members and ":members:" in options:
+            every = (*fields, *vars(target))
+            members = [each for each in dict.fromkeys(every) if not each.startswith("_")]
+        short = name.rpartition(".")[2]
+        if not is_module:
+            rows.append((f"**`{short}`**", _summary(target)))
+        for member in members:
+            inherited = inspect.getattr_static(target, member, None)
+            if member in fields:
+                summary = fields[member]
+            elif callable(inherited) or isinstance(inherited, _DOCUMENTED):
+                summary = _summary(inherited)
+            else:
+                continue
+            rows.append((f"`{member if is_module else f'{short}.{member}'}`", summary))
+    return "\n".join([*parts, in_markdown(API_COLUMNS, rows)])
+
+
+def _resolve_name(name: str) -> Any:
+    """Return the module, or the object in a module, with a dotted name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(module), attribute)
+
+
+def _field_summaries(target: type) -> dict[str, str]:
+    """Return the summaries of the strings that follow the fields of a class, by field."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(target))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, following in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match following:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    found[field.target.id] = _summary(text)
+    return found
+
+
+def _summary(target: object) -> str:
+    """Return the summary of an object's docstring, or of a string, as the text of a table cell."""
+    text = inspect.cleandoc(target) if isinstance(target, str) else inspect.getdoc(target) or ""
+    summary = text.partition("\n\n")[0]
+    return " ".join(summary.split()).replace("|", "\\|")
 
 
 def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:

@@ -221,7 +221,8 @@ def deploy_local(
         try:
             submit(config, deployment.connection, say)
         except FedhetError as error:
-            raise FedhetError(f"{error}. The logs are in {root / 'log'}.") from None
+            reason = str(error).rstrip(".")
+            raise FedhetError(f"{reason}. The logs are in {root / 'log'}.") from None
     if keep is None:
         shutil.rmtree(root)
 

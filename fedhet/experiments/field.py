@@ -20,6 +20,7 @@ from fedhet.base.disk import Folder, write_text
 from fedhet.experiments.plan import FIELD, FieldPlan, Place, about, command_of, finished_run
 from fedhet.methods.registry import find_method
 from fedhet.report.comparison import Spread
+from fedhet.report.differences import samples_text
 from fedhet.report.page import render
 from fedhet.report.run import Run
 from fedhet.report.tables import (
@@ -42,6 +43,8 @@ CEILING = "central"
 SHARE = 0.9
 """Fraction of the accuracy of the method `CEILING`. The table shows the costs of reaching this
 fraction."""
+TESTED = {protocol: f"test samples, {protocol}" for protocol in PROTOCOLS}
+"""Names of the numbers of test samples behind a run's mean accuracies, by protocol."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
 """Name of the scope that contains all cells."""
@@ -61,6 +64,7 @@ COSTS: Mapping[str, Callable[[float], str]] = {
     "memory": human_bytes,
 }
 """Costs of a run, each with the function that formats it."""
+FEWEST = "Test samples: the smallest number behind the mean accuracy of a run."
 LEGEND = "Percent, mean over clients in the last round; mean ± standard deviation over seeds."
 RANKS = (
     "Mean rank over cells (1 = best), for the methods that run in all cells; the number of cells "
@@ -242,6 +246,10 @@ def _accuracies(run: Run) -> dict[str, Value]:
         "common, own models": run.last("common", OWN if OWN in kinds else common).mean,
         "personal model": personal,
         "common model": common,
+        **{
+            name: NAN if (count := run.test_samples(protocol, kind)) is None else count
+            for (protocol, name), kind in zip(TESTED.items(), (personal, common), strict=True)
+        },
     }
 
 
@@ -255,7 +263,10 @@ def write_field(results: FieldResults, out: Path) -> Path:
     write_text(out / f"{stem}.md", as_markdown(results))
     with Folder(out).replacing(f"{stem}.csv") as path:
         results.runs.to_csv(path, index=False)
-    matrices = {title: matrix(results, measure) for measure, title in TITLES.items()}
+    matrices = {
+        title: (matrix(results, measure), tested_line(results, measure))
+        for measure, title in TITLES.items()
+    }
     runs = plural(results.finished, "finished run")
     page = render(
         "field.html",
@@ -269,7 +280,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
         legend=LEGEND,
         ranks=ranks(results),
         ranks_legend=RANKS,
-        cost_legend=COST,
+        cost_legend=f"{FEWEST} {COST}",
         refusals=refusals(results),
         notes=plan.table.notes,
     )
@@ -282,7 +293,8 @@ def write_latex(results: FieldResults, out: Path) -> Path:
     for measure in PROTOCOLS:
         scores = matrix(results, measure)
         table = tabular(scores, dict.fromkeys(scores.headers[1:], 1))
-        parts.append(captioned(table, f"{TITLES[measure]}. {LEGEND}"))
+        caption = f"{TITLES[measure]}. {LEGEND} {tested_line(results, measure)}"
+        parts.append(captioned(table, caption.strip()))
     parts += [captioned(tabular(ranks(results)), RANKS), captioned(tabular(costs(results)), COST)]
     return write_text(out / f"{FIELD}-{results.plan.size}.tex", "\n".join(parts))
 
@@ -295,7 +307,8 @@ def as_markdown(results: FieldResults) -> str:
         f"```bash\n{command_of(results.plan)}\n```\n",
     ]
     for measure, title in TITLES.items():
-        parts += [f"### {title}\n", markdown(matrix(results, measure)), f"{LEGEND}\n"]
+        note = f"{LEGEND} {tested_line(results, measure)}".strip()
+        parts += [f"### {title}\n", markdown(matrix(results, measure)), f"{note}\n"]
     parts += ["### Ranks\n", markdown(ranks(results)), f"{RANKS}\n"]
     parts += ["### Costs\n", markdown(costs(results)), f"{COST}\n"]
     if unsupported := refusals(results):
@@ -332,6 +345,9 @@ def every(results: FieldResults) -> Cells:
             _cost(values, COSTS[measure]) if measure in COSTS else _accuracy(values)
             for values in each_cell
         ]
+        if measure in TESTED:
+            counts = [results.by_seed(each.method, each.cell, TESTED[measure]) for each in cells]
+            columns[TESTED[measure]] = [_fewest(values) for values in counts]
     return Cells(columns, words=4)
 
 
@@ -395,6 +411,20 @@ def refusals(results: FieldResults) -> Cells | None:
         },
         words=3,
     )
+
+
+def tested_line(results: FieldResults, measure: str) -> str:
+    """Describe the numbers of test samples behind the mean accuracies in the table of a measure."""
+    if measure not in TESTED or not results.finished:
+        return ""
+    counts = results.runs[TESTED[measure]]
+    text = samples_text(None if math.isnan(count) else count for count in counts)
+    return f"Each accuracy of a run has {text}."
+
+
+def _fewest(values: pd.Series) -> Cell:
+    least = values.min() if len(values) and values.notna().all() else NAN
+    return Cell(ABSENT if math.isnan(least) else f"{least:,.0f}", least)
 
 
 def _accuracy(values: pd.Series) -> Cell:

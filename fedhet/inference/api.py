@@ -27,6 +27,7 @@ from fedhet.inference.client import (
     clients_in,
     open_models,
     read_test,
+    recorded_confusion,
     samples_for,
 )
 from fedhet.inference.export import export
@@ -426,8 +427,9 @@ class Result:
 
         Args:
             client: Client name, e.g. "client-0", index of a client, or "server".
-            kind: Kind of model, one of `kinds`. The default is "private" for a client. For the
-                server, it is "server", "global", or the only kind.
+            kind: Kind of model, one of `kinds`. The default for a client is the kind of the
+                headline score (`headline`), or "private" if the client does not have this kind. For
+                the server, it is "server", "global", or the only kind.
             architecture: Architecture of the server's model, e.g. "cnn2", if there are several.
 
         Returns:
@@ -526,6 +528,42 @@ class Result:
         check_registered(self.settings)
         name = None if client is None else self._name(client)
         return read_test(self.directory, name, trust=self._trust)
+
+    def confusion(
+        self,
+        client: str | int | None = None,
+        kind: str = "",
+        architecture: str = "",
+        *,
+        protocol: str = "",
+    ) -> pd.DataFrame:
+        """Return a confusion matrix: the number of samples by true and predicted class.
+
+        Args:
+            client: Client, or "server", as in `model`. The default is the matrix of the headline
+                models, which the run has recorded after its last round.
+            kind: Kind of model, as in `model`.
+            architecture: Architecture of the model, if there are several.
+            protocol: Test set, "common" or "personal". The default is the common test set or, if
+                there is none, the client's own test split.
+
+        Returns:
+            Data frame with a row for each true class and a column for each predicted class. Without
+            a client, the counts are sums over the headline models of all clients; global models
+            that are the same on all clients are counted once.
+
+        Raises:
+            StateError: If the run contains no such client or model, or has not recorded a matrix.
+            SettingsError: If the task is not classification, or if there is no such test set.
+            DataError: If the test samples are not found.
+
+        Example:
+            >>> result.confusion("client-0")
+            >>> result.confusion().to_csv("confusion.csv")
+        """
+        if client is not None:
+            return self._models(client, architecture).confusion(kind, protocol)
+        return recorded_confusion(self._run, architecture)
 
     def _models(self, client: str | int, architecture: str = "") -> TrainedClient:
         key = self._name(client), architecture

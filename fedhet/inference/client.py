@@ -28,7 +28,7 @@ from fedhet.base.errors import (
     nearest,
     one_line,
 )
-from fedhet.base.metrics import ACCURACY
+from fedhet.base.metrics import ACCURACY, MAX_CONFUSION
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import (
     FILE,
@@ -60,12 +60,13 @@ from fedhet.models import (
     LabelSpaceModel,
     Refitted,
     build,
+    evaluate_model,
     evaluate_models,
     load_weights,
 )
 from fedhet.runs.directory import read_records, read_run_name, read_validated
 from fedhet.runs.measures import best_round, by_score_key
-from fedhet.runs.records import MAX_ROUNDS, NAN, Headline, Origin
+from fedhet.runs.records import COMMON, MAX_ROUNDS, NAN, Headline, Origin
 from fedhet.runs.storage import CHECKPOINTS, Checkpoint, Checkpoints, ClientStore
 from fedhet.runs.units import natural
 from fedhet.server.codec import without_versions
@@ -73,6 +74,7 @@ from fedhet.wire.identity import SERVER, ClientInfo, client_name
 from fedhet.wire.knowledge import Knowledge
 
 if TYPE_CHECKING:
+    from fedhet.report import Run
     from fedhet.strategies.base import HetStrategy, ServerModel
 
 _AT_SERVER = (
@@ -210,8 +212,19 @@ class TrainedClient:
 
     @property
     def default_kind(self) -> str:
-        """Kind of model that is used if no kind is given."""
-        return "private"
+        """Kind of model that is used if no kind is given.
+
+        This is the kind of the method's headline score, or "private" if the client does not have
+        this kind, such as a model of the server.
+        """
+        headline = self.headline_kind
+        return headline if headline == "private" or headline in self.kinds else "private"
+
+    @property
+    def headline_kind(self) -> str:
+        """Kind of model to which the method's headline score belongs."""
+        headline = Headline.of(self.config.method.spec)
+        return headline.kinds.get(headline.protocol, "private")
 
     def model(self, kind: str = "") -> nn.Module:
         """Return a model in evaluation mode.
@@ -244,7 +257,10 @@ class TrainedClient:
 
     def architecture(self, kind: str) -> str:
         """Return the name of a model, as in `models.pool`, or "" if it is unknown."""
-        return self.record.model if kind == "private" else ""
+        if kind == "private":
+            return self.record.model
+        saved = self._checkpoint.models(self._client.info) if self._checkpoint else {}
+        return saved[kind].architecture if kind in saved else ""
 
     @cached_property
     def _received(self) -> dict[str, nn.Module]:
@@ -297,7 +313,47 @@ class TrainedClient:
         the run's settings name. Raises DataError if the data is not found, and SettingsError if a
         function in an untrusted module would provide the data.
         """
-        return self._scores_on(self._with_samples().tests, kind)
+        kind = kind or self.default_kind
+        models, metrics = {kind: self.model(kind)}, self.config.run.metrics
+        measured = evaluate_models(
+            models, self._tests(), self._client.compute, metrics, self.record.task
+        )
+        scores: dict[str, dict[str, float]] = {}
+        for (metric, protocol, _), value in by_score_key(measured).items():
+            scores.setdefault(protocol, {})[metric] = value
+        return scores
+
+    def confusion(self, kind: str = "", protocol: str = "") -> pd.DataFrame:
+        """Count the samples of each true class (row) and predicted class (column).
+
+        The default test set is the common test set or, if there is none, the client's own test
+        split. Raises the same errors as `scores`, and SettingsError if there is no such test set,
+        or if the task has no confusion matrix.
+        """
+        name, task, count = self.record.client, self.record.task, len(self.record.classes)
+        if task.name != CLASSIFICATION.name:
+            raise SettingsError(
+                f"{name}: a confusion matrix requires classification, got the task {task.name}"
+            )
+        if count > MAX_CONFUSION:
+            raise SettingsError(
+                f"{name}: a confusion matrix has at most {MAX_CONFUSION} classes, got {count}"
+            )
+        tests = self._tests()
+        protocol = protocol or (COMMON if COMMON in tests else next(iter(tests), COMMON))
+        if protocol not in tests:
+            raise SettingsError(
+                f"{name}: test set must be one of {', '.join(tests) or 'none'}, got '{protocol}'"
+            )
+        found = evaluate_model(
+            self.model(kind or self.default_kind), tests[protocol], self._client.compute
+        )
+        return confusion_frame(found.confusion, self.record.classes)
+
+    def _tests(self) -> Mapping[str, Split]:
+        """Return the test sets by protocol. Loads the data that the run's settings name."""
+        tests: Mapping[str, Split] = self._with_samples().tests
+        return tests
 
     def _with_samples(self, *, restored: bool = False) -> Any:
         """Create the client with its samples and, if `restored` is set, with its saved state."""
@@ -314,18 +370,33 @@ class TrainedClient:
             client.state.restore(self.record.run, before=self.round + 1)
         return client
 
-    def _scores_on(self, tests: Mapping[str, Split], kind: str) -> dict[str, dict[str, float]]:
-        models, metrics = {kind: self.model(kind)}, self.config.run.metrics
-        measured = evaluate_models(models, tests, self._client.compute, metrics, self.record.task)
-        scores: dict[str, dict[str, float]] = {}
-        for (metric, protocol, _), value in by_score_key(measured).items():
-            scores.setdefault(protocol, {})[metric] = value
-        return scores
-
     def accuracy(self, kind: str = "") -> dict[str, float]:
         """Return the accuracy in `scores`, by test set; NaN if the task is not classification."""
         scores = self.scores(kind)
         return {protocol: each.get(ACCURACY, NAN) for protocol, each in scores.items()}
+
+
+def confusion_frame(counts: Any, classes: Sequence[str]) -> pd.DataFrame:
+    """Return a confusion matrix [C, C] with the names of its classes."""
+    rows = pd.Index(list(classes), name="true class")
+    return pd.DataFrame(counts, rows, pd.Index(list(classes), name="predicted class"))
+
+
+def recorded_confusion(run: Run, architecture: str = "") -> pd.DataFrame:
+    """Return the confusion matrix of a run's headline models, or of one architecture.
+
+    Raises StateError if the run has not recorded the matrix.
+    """
+    if run.confusion is None:
+        raise StateError(f"{run.path}: confusion.json not found. Pass a client, such as client-0.")
+    found = {each.model: each for each in run.confusion.matrices}
+    if architecture and architecture not in found:
+        raise StateError(
+            f"{run.path}: architecture must be one of {', '.join(found)}, got '{architecture}'"
+        )
+    chosen = [found[architecture]] if architecture else run.confusion.matrices
+    counts = np.sum([each.counts for each in chosen], axis=0)
+    return confusion_frame(counts, run.class_names)
 
 
 @dataclass(frozen=True)
@@ -430,15 +501,14 @@ class TrainedServer(TrainedClient):
             )
         return next(iter(choices))
 
-    def scores(self, kind: str = "") -> dict[str, dict[str, float]]:
-        """Evaluate a model on the common test set, as in `TrainedClient.scores`."""
+    def _tests(self) -> Mapping[str, Split]:
         check_trusted(self.record.settings, self._trust, self._server.directory)
         client = self._client.samples.info
         data = RunData.of(self.config.run)
         common = data.common_test_of(client.kind, client.shape, client.order)
         if common is None:
             raise DataError(f"{self._server.directory}: no common test set")
-        return self._scores_on({"common": common}, kind)
+        return {COMMON: common}
 
     @property
     def _server(self) -> SavedServer:

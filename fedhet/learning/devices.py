@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -295,3 +297,17 @@ def available_devices() -> list[str]:
     if torch.backends.mps.is_available():
         names.append("mps")
     return names
+
+
+def hardware(device: str) -> dict[str, str]:
+    """Return the names of this machine's processor and, for runs on a GPU, of the GPU."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(models, name)
+    found = {"cpu": f"{name}, {os.cpu_count()} CPUs"}
+    with contextlib.suppress(SettingsError):  # The server of a deployment may have no such device.
+        if find_device(device).type == "cuda":
+            found["gpu"] = torch.cuda.get_device_name()
+    return found

@@ -16,7 +16,9 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor, nn
 
+from fedhet.base.arrays import Array
 from fedhet.base.errors import DataError
+from fedhet.base.metrics import MAX_CONFUSION
 from fedhet.base.transfer import rows_of, to_device
 from fedhet.learning.devices import CPU, Compute, evaluation_batch
 from fedhet.settings.run import TrainingSettings
@@ -269,6 +271,11 @@ class Evaluation:
     """Headline score of a constant prediction: the most frequent class or the mean (regression)."""
     samples: int = 0
     """Number of test samples, or 0 if it is unknown."""
+    confusion: Array | None = field(default=None, compare=False)
+    """Number of samples of each true class (row) and predicted class (column), of shape [C, C].
+
+    Predictions with a logit that is not finite are not counted. None if the task is not
+    classification, or if there are more than `MAX_CONFUSION` classes."""
 
 
 @torch.inference_mode()
@@ -282,13 +289,14 @@ def evaluate(
     """Return the accuracy in [0, 1] and the mean cross-entropy of `model` on x [N, ...], y [N].
 
     There must be at least one sample. If `all_logits` is not None, the logits of each batch are
-    appended to the list.
+    appended to the list. The trace of the confusion matrix is the number of correct predictions.
     """
     # Read the count before the batches are queued, so that its copy to the host does not wait for
     # them.
     most_frequent = int(torch.bincount(y).max())
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
+    pairs: Tensor | None = None
     with evaluating(model):
         size = evaluation_batch(model, x, compute)
         for start in range(0, len(y), size):
@@ -297,14 +305,21 @@ def evaluate(
             with compute.autocast():
                 logits = model(compute.to_inputs(x[part])).float()
             top, predicted = logits.max(1)  # Unlike argmax, max is NaN if a logit is NaN.
-            correct += ((predicted == target) & top.isfinite()).sum()
+            valid = top.isfinite()
+            correct += ((predicted == target) & valid).sum()
+            if (classes := logits.shape[1]) <= MAX_CONFUSION:
+                if pairs is None:
+                    pairs = torch.zeros(classes**2, dtype=torch.int32, device=compute.device)
+                pairs.index_add_(0, target * classes + predicted, valid.int())
             loss += nn.functional.cross_entropy(logits, target, reduction="sum")
             if all_logits is not None:
                 all_logits.append(logits)
     num_correct, total = torch.stack([correct, loss]).tolist()  # Synchronize once for all batches.
+    confusion = None if pairs is None else pairs.cpu().numpy().reshape(classes, classes)
     return Evaluation(
-        num_correct / len(y), total / len(y), majority=most_frequent / len(y), samples=len(y)
-    )
+        num_correct / len(y), total / len(y), majority=most_frequent / len(y), samples=len(y),
+        confusion=confusion,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -22,6 +22,8 @@ from fedhet.base.metrics import ACCURACY, Metric, metric_of
 from fedhet.report import style
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import GAP, HEIGHT, WIDTH, Drawing
+from fedhet.report.tables import MAX_MATRICES
+from fedhet.runs.records import ConfusionMatrix
 from fedhet.runs.units import human_bytes, human_seconds, plural, score
 
 MAX_BARS = 50
@@ -33,6 +35,8 @@ MAX_PANELS, PANELS_PER_ROW = 12, 3
 """Maximum number of method metrics to plot, and maximum number of panels in a row."""
 MAX_NAMED = 30
 """Maximum number of clients that are labeled with their names."""
+MAX_CELLS = 12
+"""Maximum number of classes of a confusion matrix with numbers in the cells."""
 
 
 def write_figures(run: Run, *, paper: bool = False) -> list[Path]:
@@ -56,7 +60,8 @@ def drawings(run: Run) -> list[Drawing]:
         title = f"Accuracy relative to local training, {TEST_SETS.get(protocol, protocol)}"
         draw = partial(_models, scores=_by_model(run, ratio.per_client), title=title)
         figures.append(Drawing("relative", draw, "relative accuracy by client"))
-    return [drawing for drawing in (*figures, _client_curves(run), _method(run)) if drawing]
+    figures += [*confusions(run), _client_curves(run), _method(run)]
+    return [drawing for drawing in figures if drawing]
 
 
 # --- over rounds ------------------------------------------------------------------------------
@@ -156,10 +161,11 @@ def _time(run: Run) -> Drawing:
         starts = fractions.cumsum() - fractions
         for stage, start, fraction in zip(stages, starts, fractions, strict=True):
             top.barh(0, fraction, left=start, color=style.STAGE_COLORS[stage], height=1)
-            if fraction > 0.16 * style.LEGEND_CHARS / max_chars:
+            text = f"{STAGE_NAMES[stage]} {fraction:.0%}"
+            if len(text) + 1 < fraction * max_chars:
                 ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
                 look: Any = {"ha": "center", "va": "center", "color": ink, "fontsize": 8}
-                top.text(start + fraction / 2, 0, f"{STAGE_NAMES[stage]} {fraction:.0%}", **look)
+                top.text(start + fraction / 2, 0, text, **look)
         top.set_xlim(0, 1)
         top.axis("off")
 
@@ -328,6 +334,48 @@ def _labels(run: Run) -> Drawing | None:
 
     height = min(max(2.5, 1.5 + 0.2 * len(counts)), 5.6)
     return Drawing("labels", draw, "labels by client", height=height)
+
+
+def confusions(run: Run) -> list[Drawing]:
+    """Draw the confusion matrices of the headline models, normalized by row."""
+    shown = [*run.confusion_matrices.items()][:MAX_MATRICES]
+    return [
+        _confusion(title, matrix, run.class_names, f"-{number}" if number else "")
+        for number, (title, matrix) in enumerate(shown)
+    ]
+
+
+def _confusion(title: str, matrix: ConfusionMatrix, names: Sequence[str], suffix: str) -> Drawing:
+    counts = np.array(matrix.counts)
+    totals = counts.sum(1, keepdims=True)
+    fractions = np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
+
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        look: Any = {"vmin": 0.0, "vmax": 1.0, "interpolation": "nearest", "aspect": "auto"}
+        ax.imshow(np.nan_to_num(fractions), cmap=style.HEAT, **look)
+        if len(counts) <= MAX_CELLS:
+            for (row, column), fraction in np.ndenumerate(fractions):
+                if counts[row, column]:
+                    ink = style.ON_DARK if fraction > 0.55 else style.INK
+                    at: Any = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink}
+                    percent = f"{100 * fraction:.0f}" if fraction >= 0.01 else "<1"
+                    ax.text(column, row, percent, **at)
+        ax.grid(visible=False)
+        style.cells(ax, matrix.counts, names)
+        _set_names(ax, "y", names)
+        _set_names(ax, "x", names)
+        ax.set_xlabel(
+            "predicted class" + ("  (% of the true class)" if len(counts) <= MAX_CELLS else "")
+        )
+        ax.set_ylabel("true class")
+        style.set_title(ax, f"Confusion matrix: {title}")
+
+    right = int(np.trace(counts))
+    correct = f"{right:,} of {matrix.samples:,} correct"
+    alt = f"confusion matrix of {len(counts)} classes, {title}: {correct}"
+    height = WIDTH * (0.5 if len(counts) <= 3 else 0.85 if len(counts) <= MAX_CELLS else 1.0)
+    return Drawing(f"confusion{suffix}", draw, alt, height=height)
 
 
 def _set_names(ax: Axes, axis: str, names: Sequence[str]) -> None:

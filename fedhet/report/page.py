@@ -20,9 +20,12 @@ from fedhet.report.run import TEST_SETS, Run, lowest, where
 from fedhet.report.tables import (
     baseline_line,
     client_cells,
+    confusion_note,
     constant_of,
+    frequent_confusions,
     label_cells,
     legend,
+    missing_confusion,
     remarks,
 )
 from fedhet.runs.records import NAN
@@ -42,6 +45,8 @@ from fedhet.settings.text import as_text
 
 MAX_SPARKLINES = 24
 """Maximum number of method metrics with a sparkline."""
+MAX_COUNTS = 30
+"""Maximum number of classes for which a report contains a table of the confusion matrix."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,17 @@ def render_run(run: Run, live: Live | None = None) -> str:
             "tail": run.tail(protocol, kind),
             "best": best,
         }
-    drawings = figures.drawings(run)
+    matrices = run.confusion_matrices
+    confusions = [
+        {
+            "title": title,
+            "chart": drawing.chart(),
+            "errors": frequent_confusions(matrix.counts, run.class_names),
+            "counts": matrix.counts if len(matrix.counts) <= MAX_COUNTS else [],
+        }
+        for (title, matrix), drawing in zip(matrices.items(), figures.confusions(run), strict=False)
+    ]
+    drawings = [d for d in figures.drawings(run) if not d.name.startswith("confusion")]
     config = shown_path(run.path.resolve() / "config.toml")
     command = ["fedhet", "submit" if run.origin.deployed else "run", run.method]
     command += ["--server", "HOST:PORT", "--ca", "FILE"] if run.origin.deployed else []
@@ -150,6 +165,9 @@ def render_run(run: Run, live: Live | None = None) -> str:
             }
             for name, values in once.items()
         ],
+        confusions=confusions,
+        confusion_note=confusion_note(run),
+        no_confusion=missing_confusion(run),
         clients=client_cells(run),
         by_label=label_cells(run),
         remarks=remarks(run),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from fedhet.base.disk import read_toml_tables
@@ -29,6 +30,8 @@ from fedhet.runs.records import (
     HELD_OUT_EPOCH,
     NAN,
     OWN_DATA,
+    Confusion,
+    ConfusionMatrix,
     Headline,
     Origin,
     Partition,
@@ -37,7 +40,7 @@ from fedhet.runs.records import (
     Score,
     Summary,
 )
-from fedhet.runs.units import natural
+from fedhet.runs.units import natural, printable
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
 """Names of the test sets, by protocol."""
@@ -85,6 +88,8 @@ class Run:
     """Planned number of rounds."""
     models: Mapping[str, str]
     """Model of each client. If the run is unfinished, clients may be missing."""
+    confusion: Confusion | None = None
+    """Confusion matrices of the headline models, or None if they were not recorded."""
     metric: str = ACCURACY
     """Metric for `scores` and all derived values; see `with_metric`."""
 
@@ -223,6 +228,37 @@ class Run:
             return None
         limit = self.settings.get("data.max-test-samples")
         return min(size, limit) if isinstance(limit, int) and limit else size
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """Printable names of the classes of the confusion matrices; numbers if unknown."""
+        if self.confusion is None:
+            return []
+        names, count = self.confusion.classes, len(self.confusion.matrices[0].counts)
+        return [printable(n) for n in (names if len(names) == count else map(str, range(count)))]
+
+    @cached_property
+    def confusion_matrices(self) -> dict[str, ConfusionMatrix]:
+        """Confusion matrices to show, by title.
+
+        Global models have a matrix for each architecture. The matrices of all other kinds of models
+        are added.
+        """
+        if self.confusion is None:
+            return {}
+        kind, matrices = self.confusion.kind, self.confusion.matrices
+        if kind == "global" and len(matrices) > 1:
+            return {f"{kind} model, {printable(each.model)}": each for each in matrices}
+        clients = [name for each in matrices for name in each.clients]
+        total = ConfusionMatrix(
+            clients=clients,
+            samples=sum(each.samples for each in matrices),
+            counts=np.sum([each.counts for each in matrices], axis=0).tolist(),
+        )
+        summed = kind not in ("global", "server") and len(clients) > 1
+        return {
+            f"{kind} models, sum of {len(clients)} clients" if summed else f"{kind} model": total
+        }
 
     def tail(self, protocol: str, kind: str) -> Tail:
         """Return the mean score over the last fifth of the recorded rounds.
@@ -367,6 +403,9 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     if with_baseline:
         with contextlib.suppress(StateError):  # The baseline may not have recorded a round yet.
             baseline = load_run(root / directory.BASELINE, with_baseline=False)
+    confusion = None
+    if summary:  # The matrices belong to the last round.
+        confusion = directory.read_if_exists(root / "confusion.json", Confusion)
     dataset = summary.dataset if summary else str(settings.get("data.dataset", "?"))
     seed = summary.seed if summary else settings.get("seed")
     rounds = summary.rounds if summary else settings.get("rounds")
@@ -384,6 +423,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
         seed=seed if isinstance(seed, int) else None,
         planned=rounds if isinstance(rounds, int) else records[-1].round,
         models=summary.models if summary else origin.models,
+        confusion=confusion,
     )
     return run.with_metric(run.headline_metric)
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import re
+import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,6 +79,8 @@ PAPER_RC: Any = {
 """Style overrides for papers, in which printed text has a size of 8 points."""
 LEGEND_CHARS = 72
 """Number of characters that fit into a legend line above an Axes object of width WIDTH."""
+MAX_LABEL = 60
+"""Maximum number of characters in a line of an axis label."""
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
@@ -148,7 +151,8 @@ class Canvas(Figure):
 
     def description(self) -> str:
         """Return the position, limits and curves of each Axes object as JSON."""
-        panels = [(ax, content) for ax, content in self.panels.items() if content["curves"]]
+        filled = ("curves", "cells")
+        panels = [(ax, each) for ax, each in self.panels.items() if any(map(each.get, filled))]
         count = sum(len(curve["y"]) for _, content in panels for curve in content["curves"])
         width, height = (POINTS * inches for inches in self.get_size_inches())
         described = []
@@ -185,6 +189,12 @@ def record(
     if isinstance(ax.figure, Canvas):
         curve = _curve(ax.figure.series_number(series), name or series, values)
         ax.figure.panels[ax]["curves"].append(curve | ({"names": [*names]} if names else {}))
+
+
+def cells(ax: Axes, counts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """Record the counts of a confusion matrix, for tooltips that name the true class of a row."""
+    if isinstance(ax.figure, Canvas):
+        ax.figure.panels[ax]["cells"] = {"counts": [[*row] for row in counts], "names": [*names]}
 
 
 def _curve(series: int, name: str, values: pd.Series) -> dict[str, Any]:
@@ -373,7 +383,7 @@ def over_rounds(
 ) -> None:
     """Configure the axes of a plot over rounds, and add `note` to the label of the x-axis."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    ax.set_xlabel(f"round  ({note})" if note else "round")
+    ax.set_xlabel(textwrap.fill(f"round  ({note})", MAX_LABEL) if note else "round")
     low, high = min(rounds), max(rounds)
     margin = max(margin, 0.5 if low == high else 0.02 * (high - low))
     ax.set_xlim(low - margin, high + margin)

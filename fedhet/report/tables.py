@@ -12,19 +12,37 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.base.metrics import ACCURACY, is_shown, metric_of
+from fedhet.base.metrics import (
+    ACCURACY,
+    CLASSIFICATION,
+    MAX_CONFUSION,
+    METRICS,
+    MULTI_LABEL,
+    is_shown,
+    metric_of,
+)
 from fedhet.data.tasks import find_task
 from fedhet.report.comparison import Spread, smallest
 from fedhet.report.differences import sample_error, samples_text
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest, where
-from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH, NAN
-from fedhet.runs.units import ABSENT, difference, plural, printable, score, spans
+from fedhet.runs.records import COMMON, HELD_OUT, HELD_OUT_EPOCH, NAN
+from fedhet.runs.units import (
+    ABSENT,
+    difference,
+    natural,
+    plural,
+    printable,
+    score,
+    shown_path,
+    spans,
+)
 
 MARK = "†"
 HELD_OUT_KINDS = (HELD_OUT, HELD_OUT_EPOCH)
@@ -33,6 +51,10 @@ MAX_NAMED = 3
 MAX_ROWS, ENDS = 30, 5
 """Maximum number of clients to list on the terminal, and the number of best and of worst clients to
 show if the run has more clients."""
+MAX_MATRICES = 6
+"""Maximum number of confusion matrices in a report."""
+MAX_ERRORS = 10
+"""Maximum number of pairs of classes in the table of the most frequent confusions."""
 MIN_TEXT = 14
 """Minimum width of a text column, in characters, if the column must be shrunk."""
 
@@ -178,6 +200,73 @@ def label_cells(run: Run) -> Cells | None:
     return Cells(columns, words=2 if "metric" in columns else 1)
 
 
+def frequent_confusions(matrix: ArrayLike, names: Sequence[str]) -> Cells | None:
+    """Build a table of the most frequent errors in a confusion matrix [C, C], or None without any.
+
+    Errors are sorted by their number, and then by their fraction of the true class.
+    """
+    counts = np.asarray(matrix)
+    totals = counts.sum(1)
+    errors = counts - np.diag(np.diag(counts))
+    pairs = [(int(row), int(column)) for row, column in zip(*errors.nonzero(), strict=True)]
+    fractions = {(row, column): errors[row, column] / totals[row] for row, column in pairs}
+    pairs.sort(key=lambda pair: (-errors[pair], -fractions[pair], pair))
+    if not (shown := pairs[:MAX_ERRORS]):
+        return None
+    return Cells(
+        {
+            "true class": [Cell(names[row]) for row, _ in shown],
+            "predicted class": [Cell(names[column]) for _, column in shown],
+            "samples": [Cell(f"{errors[pair]:,}", int(errors[pair])) for pair in shown],
+            "of the true class": [Cell(f"{100 * fractions[p]:.1f} %", fractions[p]) for p in shown],
+        },
+        words=2,
+    )
+
+
+def confusion_note(run: Run) -> str:
+    """Return remarks on the confusion matrices of a run, or "" if it has none."""
+    if run.confusion is None:
+        return ""
+    shown, without = run.confusion_matrices, run.confusion.without
+    parts = []
+    if hidden := len(shown) - MAX_MATRICES:
+        parts.append(f"{hidden} other architectures are in confusion.json." if hidden > 0 else "")
+    uncounted = sum(m.samples - sum(map(sum, m.counts)) for m in shown.values())
+    if uncounted:
+        parts.append(f"{uncounted:,} predictions are not finite, and are not counted.")
+    if without:
+        parts.append(f"The matrices of {plural(len(without), 'client')} are not available.")
+    parts.append(f"A client's matrix: fedhet confusion {shown_path(run.path)} CLIENT.")
+    return " ".join(filter(None, parts))
+
+
+def missing_confusion(run: Run) -> str:
+    """Return the reason why a finished run has no confusion matrix, or "" if it has one."""
+    if run.confusion is not None or not run.finished or not run.columns:
+        return ""
+    task, classes = metric_of(run.headline_metric).task, run.origin.classes
+    if task == MULTI_LABEL:
+        return "A sample can have several labels, so there is no confusion matrix of the labels."
+    if task != CLASSIFICATION:
+        return ""
+    if COMMON not in run.protocols:
+        return "There is no confusion matrix, because there are no scores on a common test set."
+    if run.partition:
+        classes = run.partition.classes
+    if len(classes) > MAX_CONFUSION:
+        return (
+            f"There is no confusion matrix, because the data has {len(classes):,} classes; the "
+            f"limit is {MAX_CONFUSION}."
+        )
+    if run.origin.deployed:
+        return (
+            "The confusion matrices of the clients' models stay at the sites. To show one at a "
+            "site, use fedhet confusion STATE CLIENT."
+        )
+    return "The run has not recorded its confusion matrix. Use fedhet confusion RUN CLIENT."
+
+
 def legend(run: Run) -> str:
     """Return the legend for the columns in a run's table."""
     names = [protocol for protocol, _ in run.columns] + [kind for _, kind in run.columns]
@@ -195,6 +284,7 @@ def constant_of(run: Run) -> tuple[str, str]:
 def remarks(run: Run) -> list[str]:
     """Return remarks on inaccurate models, and on clients that were disconnected or late."""
     lines = [better] if (better := better_kind_line(run)) else []
+    lines += undefined_lines(run)
     sign = -1 if metric_of(run.metric).lower_is_better else 1
     below = [
         f"{name} ({protocol} {kind})"
@@ -225,6 +315,32 @@ def remarks(run: Run) -> list[str]:
     if run.origin.deployed and isinstance(expected, int) and expected > joined:
         total = plural(expected, "client")
         lines.append(f"{expected - joined} of {total} never took part; see the run's log")
+    return lines
+
+
+def undefined_lines(run: Run) -> list[str]:
+    """Return a line for each requested metric that is undefined for some clients, with the reason.
+
+    A metric of the separate classes is defined for each class with test samples, so it has no line.
+    """
+    requested = run.settings.get("metrics", ())
+    names = [requested] if isinstance(requested, str) else requested
+    lines = []
+    for name in names if isinstance(names, list | tuple) else ():
+        metric = METRICS.get(str(name))
+        if metric is None or metric.by_class:
+            continue
+        view = run.with_metric(metric.name)
+        for protocol in run.protocols:
+            kind = run.kinds(protocol)[0]
+            scores, defined = run.last(protocol, kind).per_client, view.last(protocol, kind)
+            if missing := sorted(scores.keys() - defined.per_client.keys(), key=natural):
+                of = f"{len(missing)} of {plural(len(scores), 'client')}"
+                shown = ", ".join(missing[:MAX_NAMED]) + (", …" if missing[MAX_NAMED:] else "")
+                lines.append(
+                    f"{metric.title} ({protocol} {kind}) is undefined for {of}, because "
+                    f"{metric.undefined_if}: {shown}"
+                )
     return lines
 
 

@@ -147,7 +147,10 @@ def _row(name: str, path: Path) -> dict[str, Any]:
 
 def _version(path: Path) -> Version:
     """Return the modification times of the files of a run and of its baseline, as a cache key."""
-    names = ("config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json")
+    names = (
+        "config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json",
+        "confusion.json",
+    )  # fmt: skip
     files = [directory / name for directory in (path, path / BASELINE) for name in names]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 

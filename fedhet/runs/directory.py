@@ -74,6 +74,7 @@ def summary_text(summary: Summary) -> str:
     """Serialize a summary to the text of summary.json, without optional fields that are empty."""
     optional = (
         "owners", "relative", "metrics", "training", "test_samples", "privacy", "metric",
+        "commit",
     )  # fmt: skip
     empty = {name for name in optional if not getattr(summary, name)}
     content = _finite(summary.model_dump(exclude=empty))

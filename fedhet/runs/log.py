@@ -3,7 +3,8 @@
 Files in the run's directory:
 
 config.toml  run.json  partition.json  metrics.jsonl (one record per round)  summary.json
-tensorboard/  checkpoints/ (server states of the last rounds, from which a run can be resumed)
+confusion.json (classification)  tensorboard/
+checkpoints/ (server states of the last rounds, from which a run can be resumed)
 
 A tracker is a watcher that sends metrics to Weights & Biases, MLflow or Prometheus. If a tracker
 fails after the start of the run, it is disabled with a warning, and the run continues.
@@ -25,9 +26,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from fedhet.base import versions
+from fedhet.base import commit, versions
+from fedhet.base.arrays import Array
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import (
     FedhetError,
@@ -39,6 +42,7 @@ from fedhet.base.errors import (
 from fedhet.base.metrics import ACCURACY, metric_of
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
+from fedhet.learning.devices import hardware
 from fedhet.runs.directory import (
     append,
     check_same,
@@ -52,10 +56,19 @@ from fedhet.runs.directory import (
     record_line,
     summary_text,
 )
-from fedhet.runs.measures import best_round, final_scores, peak_memory_mb, scalars
+from fedhet.runs.measures import (
+    best_round,
+    final_scores,
+    headline_column,
+    peak_memory_mb,
+    scalars,
+)
 from fedhet.runs.records import (
+    COMMON,
     MAX_BYTES,
     OWN_DATA,
+    Confusion,
+    ConfusionMatrix,
     ConsumedBudget,
     Headline,
     Origin,
@@ -65,10 +78,10 @@ from fedhet.runs.records import (
     RunSeconds,
     Summary,
 )
-from fedhet.runs.storage import Checkpoint, Checkpoints
+from fedhet.runs.storage import Checkpoint, Checkpoints, ClientStore
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
-from fedhet.wire.identity import ClientInfo
+from fedhet.wire.identity import SERVER, ClientInfo
 
 LOG = logging.getLogger("fedhet")
 PROJECT = "fedhet"
@@ -143,6 +156,8 @@ class RunLog:
         self.resumed: Checkpoint | None = None
         """Checkpoint from which the run resumes, or None for a new run."""
         self.workers = workers
+        self.server_confusion: Mapping[str, Array | None] = {}
+        """Confusion matrices of the server's own models in the last evaluation, by kind."""
         self._queue: OrderedDict[str, None] = OrderedDict()
         """Clients sampled in this round that have not started to train."""
         self._queue_lock = threading.Lock()
@@ -208,7 +223,7 @@ class RunLog:
         self._earlier = self._seconds.total
         old_rounds = read_toml(self.directory / "config.toml").get("rounds")
         write_text(self.directory / "config.toml", self.config.to_toml())
-        Folder(self.directory).remove(["summary.json"])
+        Folder(self.directory).remove(["summary.json", "confusion.json"])
         self.notice(f"resuming after round {self.done} of {self.config.run.rounds}")
         schedule = self.config.run.training.follows_rounds
         if schedule and old_rounds != self.config.run.rounds:
@@ -338,7 +353,8 @@ class RunLog:
         self._history.append(record)
         self._seconds.add(record.seconds)
         append(self.directory / "metrics.jsonl", record_line(record))
-        for name, value in scalars(record, self.config.method.name, clients=True):
+        column = headline_column(self._history, Headline.of(self.config.method.spec))
+        for name, value in scalars(record, self.config.method.name, column, clients=True):
             self._board.add_scalar(name, value, record.round)
         for watcher in self.watchers:
             watcher.round_finished(record)
@@ -347,6 +363,8 @@ class RunLog:
         """Write summary.json, notify watchers, and return the summary."""
         self._board.close()
         summary = self._summary()
+        if (confusion := self._confusion()) is not None:
+            write_text(self.directory / "confusion.json", confusion.model_dump_json())
         write_text(self.directory / "summary.json", summary_text(summary))
         for watcher in self.watchers:
             watcher.run_finished(summary)
@@ -390,6 +408,48 @@ class RunLog:
         example = failures[0] if failures else "see the notices"
         return f"no client has sent a valid reply {since}: {example}"
 
+    def _confusion(self) -> Confusion | None:
+        """Return the confusion matrices of the headline models on the common test set, if known.
+
+        A client's matrix is used only if it belongs to the recorded accuracy.
+        """
+        last = self._history[-1] if self._history else RoundRecord(0)
+        headline, scores = Headline.of(self.config.method.spec), last.accuracy.get(COMMON, {})
+        if not scores:
+            return None
+        kind = headline.ordered_kinds(COMMON, scores)[0]
+        found: dict[str, list[tuple[str, int, Array]]] = {}
+        without = []
+        for name, accuracy in scores[kind].per_client.items():
+            counts = self.server_confusion.get(kind)
+            if name != SERVER:
+                store = ClientStore(self.directory / "state", self.run_name, name)
+                counts = None if self.is_deployed else store.confusion()
+            samples = last.tested.get(COMMON, {}).get(name, 0)
+            if counts is None or not samples or abs(np.trace(counts) / samples - accuracy) > 1e-9:
+                without.append(name)
+                continue
+            found.setdefault(self.models.get(name, ""), []).append((name, samples, counts))
+        matrices = []
+        for model, parts in sorted(found.items()):
+            names, sizes, each = zip(*parts, strict=True)
+            if kind == "global" and all(np.array_equal(matrix, each[0]) for matrix in each):
+                sizes, each = sizes[:1], each[:1]  # All clients have the same model.
+            total = np.sum(each, axis=0, dtype=np.int64).tolist()
+            matrices.append(
+                ConfusionMatrix(model=model, clients=list(names), samples=sum(sizes), counts=total)
+            )
+        if not matrices:
+            return None
+        partition = self._partition()
+        classes = self._origin.classes or (partition.classes if partition else [])
+        return Confusion(kind=kind, classes=classes, matrices=matrices, without=without)
+
+    def _partition(self) -> Partition | None:
+        with contextlib.suppress(StateError):  # A damaged file must not prevent the summary.
+            return read_if_exists(self.directory / "partition.json", Partition)
+        return None
+
     def _summary(self) -> Summary:
         history, last = self._history, self._history[-1] if self._history else RoundRecord(0)
         total = self._earlier + time.perf_counter() - self._begun
@@ -397,9 +457,7 @@ class RunLog:
         headline = Headline.of(self.config.method.spec)
         evaluated = last.scores.get(last.metric, {})
         protocol, _ = headline.column(evaluated) or (headline.protocol, "")
-        partition = None
-        with contextlib.suppress(StateError):  # A damaged file must not prevent the summary.
-            partition = read_if_exists(self.directory / "partition.json", Partition)
+        partition = self._partition()
         return Summary(
             method=self.config.method.name,
             dataset=self.dataset,
@@ -434,6 +492,8 @@ class RunLog:
                 max([peak_memory_mb(), *(each.peak_memory_mb for each in history)]), 1
             ),
             versions=versions(),
+            commit=commit(),
+            hardware=hardware(self.config.run.engine.device),
         )
 
 
@@ -492,7 +552,7 @@ TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
     "mlflow": (mlflow, "mlflow"),
     "prometheus": (prometheus, "prometheus_client"),
 }
-"""Function that opens a run, and the package that it requires, by value of `engine.track`."""
+"""Function that opens a run, and the package that it requires, by name in `engine.track`."""
 
 
 class Tracker(Watcher):
@@ -500,21 +560,28 @@ class Tracker(Watcher):
 
     def __init__(self, name: str, library: Any) -> None:
         self._name, self._library, self._is_disabled = name, library, False
+        self._records: list[RoundRecord] = []
 
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
         """Open the run in the tracking service, and send the run's settings."""
-        self._method = config.method.name
+        self._method, self._headline = config.method.name, Headline.of(config.method.spec)
 
         def begin() -> None:
             self._send, self._close = TRACKERS[self._name][0](self._library, config, directory)
 
         self._try(begin)
 
+    def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
+        """Store the records of the earlier rounds, which determine the kind of the headline."""
+        self._records = list(records)
+
     def round_finished(self, record: RoundRecord) -> None:
         """Send the metrics of the round."""
-        metrics = {n: v for n, v in scalars(record, self._method) if math.isfinite(v)}
+        self._records.append(record)
+        column = headline_column(self._records, self._headline)
+        metrics = {n: v for n, v in scalars(record, self._method, column) if math.isfinite(v)}
         self._try(lambda: self._send(metrics, record.round))
 
     def run_finished(self, summary: Summary) -> None:
@@ -534,14 +601,14 @@ class Tracker(Watcher):
 
 def trackers_of(config: Config) -> list[Watcher]:
     """Create the run's trackers. Raises SettingsError if the library is not installed."""
-    name = config.run.engine.track
-    if name == "none":
-        return []
-    package = TRACKERS[name][1]
-    try:
-        return [Tracker(name, importlib.import_module(package))]
-    except ImportError:
-        raise SettingsError(
-            f"setting 'engine.track' = {name!r}: package '{package}' not found. Install it with "
-            f"pip install 'fedhet[{name}]'."
-        ) from None
+    trackers: list[Watcher] = []
+    for name in config.run.engine.track:
+        package = TRACKERS[name][1]
+        try:
+            trackers.append(Tracker(name, importlib.import_module(package)))
+        except ImportError:
+            raise SettingsError(
+                f"setting 'engine.track' = {name!r}: package '{package}' not found. Install it "
+                f"with pip install 'fedhet[{name}]'."
+            ) from None
+    return trackers

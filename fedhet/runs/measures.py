@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -282,14 +282,19 @@ def headline_means(records: Sequence[RoundRecord], headline: Headline) -> dict[i
     The scores of all rounds have the same protocol and kind. A kind that was not evaluated in some
     rounds, such as an average that does not exist yet, is not replaced in these rounds.
     """
+    if (column := headline_column(records, headline)) is None:
+        return {}
+    scores = {record.round: record.score(record.metric, *column) for record in records}
+    return {number: score.mean for number, score in scores.items() if score is not None}
+
+
+def headline_column(records: Iterable[RoundRecord], headline: Headline) -> tuple[str, str] | None:
+    """Return the protocol and the kind of the headline score in all rounds, or None without any."""
     evaluated: dict[str, set[str]] = {}
     for record in records:
         for protocol, kind, _ in record.each(record.metric):
             evaluated.setdefault(protocol, set()).add(kind)
-    if (column := headline.column(evaluated)) is None:
-        return {}
-    scores = {record.round: record.score(record.metric, *column) for record in records}
-    return {number: score.mean for number, score in scores.items() if score is not None}
+    return headline.column(evaluated)
 
 
 def best_round(records: Sequence[RoundRecord], headline: Headline) -> int:
@@ -343,12 +348,20 @@ def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
 
 
 def scalars(
-    record: RoundRecord, method: str, *, clients: bool = False
+    record: RoundRecord,
+    method: str,
+    column: tuple[str, str] | None = None,
+    *,
+    clients: bool = False,
 ) -> Iterator[tuple[str, float]]:
-    """Yield the TensorBoard name and the value of each metric in a round.
+    """Yield the name and the value of each metric in a round, for TensorBoard and trackers.
 
-    With `clients`, also yields the scores of each client.
+    `column` contains the protocol and the kind of the headline score, whose statistics have the
+    prefix `headline` in addition. With `clients`, also yields the scores of each client.
     """
+    if column and (score := record.score(record.metric, *column)) is not None:
+        for statistic in ("mean", "std", "worst"):
+            yield f"headline/{statistic}", getattr(score, statistic)
     for metric in record.scores:
         for protocol, kind, score in record.each(metric):
             name = f"{metric}-{protocol}-{kind}"

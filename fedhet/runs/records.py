@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from fedhet.base.errors import one_line
-from fedhet.base.metrics import ACCURACY
+from fedhet.base.metrics import ACCURACY, MAX_CONFUSION
 from fedhet.runs.units import position
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=-LARGEST, le=L
 ByMetric = dict[str, ByPlace]
 """Values by metric, protocol, kind, and client."""
 
-PROTOCOLS = ("personal", "common")
+PERSONAL, COMMON = "personal", "common"
+PROTOCOLS = (PERSONAL, COMMON)
 """Protocols, i.e. test sets: a client's personal test split, and the test set common to all
 clients."""
 HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
@@ -341,6 +342,12 @@ class Summary(BaseModel):
     peak_memory_mb: Number = NAN
     """Highest memory usage of any server or client process, in MB."""
     versions: dict[Text, Text] = {}
+    commit: Text = ""
+    """Commit of fedhet's source code, with "+" if files have changed; empty for an installed
+    package."""
+    hardware: dict[Text, Text] = {}
+    """Names of the processor ("cpu") and, if it was used, of the GPU ("gpu") of the server's or the
+    simulation's machine."""
 
     @property
     def scores(self) -> dict[str, FinalScores]:
@@ -399,4 +406,49 @@ class Partition(BaseModel):
                 raise ValueError(
                     f"counts.{client}: expected {len(self.classes)} counts, got {len(row)}"
                 )
+        return self
+
+
+class ConfusionMatrix(BaseModel):
+    """Confusion matrix of one or several models on the common test set."""
+
+    model_config = READING
+
+    model: Text = ""
+    """Architecture, or "" for the server's own model."""
+    clients: list[Text] = []
+    """Clients whose models the matrix describes, or `["server"]`."""
+    samples: Count
+    """Number of predictions, including predictions that are not finite and thus not counted."""
+    counts: list[list[Count]]
+    """Number of samples of each true class (row) and predicted class (column), [C, C]."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.counts) > MAX_CONFUSION:
+            raise ValueError(f"counts: expected at most {MAX_CONFUSION} rows")
+        if any(len(row) != len(self.counts) for row in self.counts):
+            raise ValueError(f"counts: expected {len(self.counts)} columns in each row")
+        return self
+
+
+class Confusion(BaseModel):
+    """Confusion matrices of a run's headline models after the last round (confusion.json)."""
+
+    model_config = READING
+
+    kind: Text
+    """Kind of the models."""
+    classes: list[Text] = []
+    """Class names, or empty if they are unknown."""
+    matrices: list[ConfusionMatrix] = Field(min_length=1)
+    """A matrix for each architecture. The counts are sums over the clients, except for the same
+    model on all clients."""
+    without: list[Text] = []
+    """Clients whose matrices are not available."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({len(each.counts) for each in self.matrices}) > 1:
+            raise ValueError("matrices: expected the same number of classes in all matrices")
         return self

@@ -7,7 +7,9 @@ synced and renamed (`fedhet.base.disk`), so that readers never see a partial sta
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedhet.algorithms.uncertainty import Key
-from fedhet.base.arrays import Array
-from fedhet.base.disk import Folder, check_mappable, parse_json
+from fedhet.base.arrays import Array, read_npy
+from fedhet.base.disk import Folder, check_mappable, parse_json, read_file
 from fedhet.base.errors import StateError, error_reason
+from fedhet.base.metrics import MAX_CONFUSION
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
@@ -38,6 +41,8 @@ KEPT_STATES = 3
 """Number of states to keep per client, so that the server can resume from an earlier round."""
 KEPT_CHECKPOINTS = 2
 """Number of checkpoints that the server keeps."""
+CONFUSION_FILE = "confusion.npy"
+"""Name of the file with a simulated client's confusion matrix, next to its states."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,27 @@ class ClientStore:
     def metadata(self, round: int) -> dict[str, int | float | str]:
         """Return the metadata of the state saved after `round`, without loading its tensors."""
         return load_metadata(self.path(round))
+
+    def write_confusion(self, counts: Array) -> None:
+        """Write the confusion matrix of the last evaluation.
+
+        The file is not synced, because it is written in every round, and a damaged file is ignored.
+        """
+        file, flags = io.BytesIO(), os.O_WRONLY | os.O_TRUNC
+        np.save(file, counts.astype(np.int32))
+        descriptor = Folder(self.folder, self.root).open(CONFUSION_FILE, flags, 0o600)
+        with os.fdopen(descriptor, "wb") as target:
+            target.write(file.getbuffer())
+
+    def confusion(self) -> Array | None:
+        """Return the confusion matrix of the last evaluation, or None without a valid file."""
+        try:
+            content = read_file(self.folder / CONFUSION_FILE, 8 * MAX_CONFUSION**2)
+            counts = read_npy(io.BytesIO(content))
+        except (OSError, StateError, ValueError, EOFError):
+            return None
+        is_square = counts.ndim == 2 and counts.shape[0] == counts.shape[1]
+        return counts if is_square and counts.dtype == np.int32 and (counts >= 0).all() else None
 
 
 @dataclass(frozen=True)

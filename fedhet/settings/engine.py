@@ -16,9 +16,11 @@ from fedhet.settings.schema import (
     A_DEVICE,
     Count,
     CountOrNone,
+    Listed,
     NonNegative,
     Positive,
     Schema,
+    Unique,
     invalid_setting,
     machine_field,
 )
@@ -72,8 +74,11 @@ class EngineSettings(ComputeSettings):
         "execution backend of simulations: this process (inline), or workers on this machine or a "
         "cluster (ray); auto = ray if it saves more than its start-up time, otherwise inline",
     )
-    track: Literal["none", "wandb", "mlflow", "prometheus"] = machine_field(
-        "none", "experiment tracker that also receives the run's metrics (docs/guide.md)"
+    track: Annotated[tuple[Literal["wandb", "mlflow", "prometheus"], ...], Listed, Unique] = (
+        machine_field(
+            (),
+            "experiment trackers that also receive the run's metrics (docs/guide.md); empty = none",
+        )
     )
     strict: bool = machine_field(
         True,

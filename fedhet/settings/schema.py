@@ -209,6 +209,12 @@ def _check_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _check_unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("expected a list without duplicates")
+    return values
+
+
 def _check_range(ends: tuple[int, int]) -> tuple[int, int]:
     if ends[0] > ends[1]:
         raise ValueError(f"expected {RANGE}")
@@ -224,6 +230,8 @@ Listed = BeforeValidator(_as_tuple)
 """Validator that converts a list or a single value to a tuple."""
 Distinct = AfterValidator(_check_distinct)
 """Validator that rejects empty tuples and duplicates."""
+Unique = AfterValidator(_check_unique)
+"""Validator that rejects duplicates."""
 Names = Annotated[tuple[str, ...], Listed]
 Metrics = Annotated[tuple[str, ...], Listed, AfterValidator(select_metrics)]
 """Names of metrics, including accuracy unless a metric of another task is named."""

@@ -700,6 +700,7 @@ class HetStrategy(Strategy):
                 for kind, model in models.items()
             }
             measured = Measured(by_score_key(scores), tested=count_tested(scores))
+            self.log.server_confusion = {kind: s.confusion for (_, kind), s in scores.items()}
             self.state.record_measured(SERVER, measured)
         for name in self.state.update_health(self.members):
             self.forget(name)
