@@ -445,7 +445,7 @@ def test_an_export_has_equal_outputs_in_the_libraries(finished, home, tmp_path, 
     assert "head.safetensors" in files
     assert str(home) not in (tmp_path / "out.json").read_text()
     x = torch.rand(4, 1, 8, 8) * 2 - 1
-    network = client.network("private").eval()
+    network = client.network().eval()
     if form == "peft":
         peft = pytest.importorskip("peft")
         base = AutoModel.from_pretrained(home / "vit")
