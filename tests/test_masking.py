@@ -73,7 +73,7 @@ class Kit:
         deployed: bool = False,
         **changes: object,
     ) -> None:
-        self.is_site = is_site
+        self.is_site, self.pool = is_site, "cnn2"
         self.names = [f"site-{number:02d}" for number in range(sites)]
         changes |= {"clients": max(sites, 3), "privacy.secure-aggregation": True}
         self.config = small(method, **changes)
@@ -113,6 +113,7 @@ class Kit:
             peers_key=self.keys[name],
             state_dir=self.root / name,
             is_site=self.is_site,
+            pool=self.pool,
         )
         return Masking(self.config, node, self.infos[name])
 
@@ -368,13 +369,44 @@ def test_a_variance_is_never_negative(tmp_path):
     assert (total.knowledge.tensors["weights/norm.running_var"] == 0).all()
 
 
-def test_values_that_are_not_finite_are_never_sent(tmp_path):
+@pytest.mark.parametrize("is_told", [True, False])
+def test_values_that_are_not_finite_become_those_of_the_instruction(tmp_path, is_told, caplog):
+    """An error would tell the server for which instructions the site's values overflow."""
     kit = Kit(tmp_path, 3)
     kit.server.start(1, kit.members, kit.names)
-    sent = weights_of(np.random.default_rng(0))
-    sent.tensors["weights/layer.weight"][0, 0] = np.nan
-    with pytest.raises(Exception, match="contains NaN or infinity"):
-        kit.masked(kit.names[0], sent)
+    rng = np.random.default_rng(0)
+    told = weights_of(rng) if is_told else Knowledge()
+    sent = of_all(rng, kit.names)
+    spoiled = {name: value.copy() for name, value in sent["site-01"].tensors.items()}
+    spoiled["weights/layer.weight"][0, 0] = np.nan
+    sent["site-01"] = Knowledge(spoiled)
+    replies = [
+        Reply(kit.infos[name], kit.masked(name, sent[name], instruction=told), Measured({}))
+        for name in kit.names
+    ]
+    (total,) = kit.total(replies)
+    assert "site-01: reply contains NaN or infinity" in caplog.text
+    weights = [kit.peers.peer(name).weight for name in kit.names]
+    for name in ("weights/layer.weight", "weights/norm.running_var"):
+        values = [sent[site].tensors[name] for site in kit.names]
+        values[1] = told.tensors[name] if is_told else np.zeros_like(values[1])
+        exact = np.average(values, axis=0, weights=weights)
+        np.testing.assert_allclose(total.knowledge.tensors[name], exact, rtol=1e-5, atol=1e-4)
+
+
+def test_a_class_row_of_one_heavy_site_is_not_sent(tmp_path):
+    """Weights are limited for the sites that list a class, as for the sites of a round."""
+    listed = dict.fromkeys(("site-00", "site-01", "site-02"), ("0", "1"))
+    listed |= {"site-03": ("0",), "site-04": ("0",)}
+    kit = Kit(tmp_path, 5, "fedproto", classes=listed, cap=1000)
+    for name, weight in zip(kit.names, (1, 1, 1000, 1000, 1), strict=True):
+        kit.samples[name] = weight
+    kit.peers, kit.keys = simulated_peers(kit.names, classes=listed, weights=kit.samples)
+    kit.sites = {name: kit.site(name) for name in kit.names}
+    rng = np.random.default_rng(2)
+    sent = {name: rows_of(rng, [0, 1], logits=False) for name in kit.names}
+    (total,) = kit.sums(sent)
+    assert total.knowledge.tensors["classes"].tolist() == [0]
 
 
 # Class rows
@@ -391,11 +423,15 @@ def rows_of(rng: np.random.Generator, classes, *, logits: bool = True) -> Knowle
     return Knowledge(tensors)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
-def test_class_means_are_averaged_over_the_sites_that_have_the_class(tmp_path, weighting):
+def test_class_means_are_averaged_over_the_sites_that_have_the_class(tmp_path, weighting, noise):
     rng = np.random.default_rng(1)
     classes = {"site-04": ("0", "1", "2")}
-    kit = Kit(tmp_path, 5, "fedproto", classes=classes, **{"fedproto.weighting": weighting})
+    changes = {"privacy.noise-multiplier": noise, "models.pool": ["mlp"]} if noise else {}
+    kit = Kit(
+        tmp_path, 5, "fedproto", classes=classes, **{"fedproto.weighting": weighting}, **changes
+    )
     held = [[0, 1, 2, 3], [0, 2], [0, 1], [3], [0, 2]]
     sent = {n: rows_of(rng, held[k], logits=False) for k, n in enumerate(kit.names)}
     (total,) = kit.sums(sent, lost=["site-03"])
@@ -430,16 +466,21 @@ def test_a_class_that_too_few_sites_list_is_not_sent(tmp_path):
     assert total.knowledge.tensors["classes"].tolist() == [0]
 
 
-def test_a_site_without_samples_of_a_class_that_it_lists_sends_nothing(tmp_path):
-    """Otherwise, the sum would be the row of the only other site with samples of the class."""
-    kit = Kit(tmp_path, 4, "fedproto", is_site=True)
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_a_site_without_samples_of_a_class_that_it_lists_sends_nothing(tmp_path, noise):
+    """Otherwise, the sum would be the row of the only other site with samples of the class.
+
+    In a run with differential privacy, the server could choose a noise that has this effect.
+    """
+    changes = {"privacy.noise-multiplier": noise, "models.pool": ["mlp"]} if noise else {}
+    kit = Kit(tmp_path, 4, "fedproto", is_site=True, **changes)
     rng = np.random.default_rng(2)
     kit.server.start(1, kit.members, kit.names)
     kit.masked("site-00", rows_of(rng, [0, 1, 2, 3], logits=False))
     with pytest.raises(MaskingError, match="a class that the peers file lists") as error:
         kit.masked("site-01", rows_of(rng, [0, 2], logits=False))
     (tmp_path / "other").mkdir()
-    other = Kit(tmp_path / "other", 4, "fedproto", is_site=True)
+    other = Kit(tmp_path / "other", 4, "fedproto", is_site=True, **changes)
     other.server.start(1, other.members, other.names)
     with pytest.raises(MaskingError) as same:
         other.masked("site-01", rows_of(rng, [0, 1], logits=False))
@@ -1382,7 +1423,7 @@ def test_a_run_ends_if_an_unknown_client_spoils_each_sum(tmp_path):
         kit.total(replies)
 
 
-@pytest.mark.parametrize("value", ["instruction", "setting"])
+@pytest.mark.parametrize("value", ["instruction", "setting", "pool"])
 def test_sites_with_different_instructions_or_settings_have_no_key_in_common(tmp_path, value):
     """Without a common key, the server cannot even unmask the sum of the other sites."""
     kit = Kit(tmp_path, 5)
@@ -1391,6 +1432,9 @@ def test_sites_with_different_instructions_or_settings_have_no_key_in_common(tmp
         kit.config = config.replacing(training=config.run.training.model_copy(update={"lr": 1e-12}))
         kit.sites["site-00"] = kit.site("site-00")
         kit.config = config
+    elif value == "pool":  # The server chooses the models of sites without their own model.
+        kit.pool = "mlp"
+        kit.sites["site-00"] = kit.site("site-00")
     kit.server.start(1, kit.members, kit.names)
     sent = of_all(np.random.default_rng(0), kit.names)
     told = Knowledge({"weights/layer.weight": np.ones((2, 3), np.float32)})

@@ -412,6 +412,21 @@ def test_a_class_is_sent_only_if_its_count_stands_out_from_the_noise():
     assert sent(60, least=100) == 0
 
 
+def test_a_required_class_is_sent_with_any_number_of_samples():
+    """A sum with fewer samples than the limit is divided by the limit."""
+    rng = np.random.default_rng(0)
+    labels = np.array([0] * 40 + [1] * 4 + [2] * 3)
+    features = rng.normal(size=(len(labels), 5)).astype(np.float32)
+    sums = class_sums(features, labels, NORM, 4)
+    found = sums.noised_means(Noise(0, 0, 0), 10, SecretNoise(), required=[1, 3])
+    expected, _ = means_transcribed(features, labels, NORM, 4)
+    assert found.classes.tolist() == [0, 1, 3]
+    for means in (found.features, found.logits):
+        assert np.allclose(means[0], expected[0] / 40, atol=2 * NORM / RESOLUTION)
+        assert np.allclose(means[1], expected[1] / 10, atol=2 * NORM / RESOLUTION)
+        assert not means[2].any()
+
+
 def test_class_sums_without_a_batch_are_an_error():
     with pytest.raises(ValueError, match="no batch was added"):
         ClippedClassSums(3, 1.0).noised_means(Noise(1, 1, 1), 1, SecretNoise())

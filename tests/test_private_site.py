@@ -5,6 +5,7 @@ number of rows at a site with peers. A server that chooses settings and instruct
 difference other than noise and masks: the same refusals, messages, metrics, and shapes.
 """
 
+import json
 import re
 import shutil
 from collections import Counter
@@ -37,6 +38,7 @@ from fedhet.server.calls import DirectProxy
 from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.settings.schema import build, kebab
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
+from fedhet.wire.masking import REQUEST
 
 DECLARED = "num-classes = 10\nshape = [1, 8, 8]\n"
 FEW_TESTS = f"{DECLARED}test-fraction = 0.05\nrows = 60\n"
@@ -490,10 +492,40 @@ def test_a_site_without_enough_samples_of_a_class_that_it_lists_joins_no_run(tmp
         assert re.search(f"lists for site-a, got [01] of class {label}. List only", caplog.text)
 
 
-def test_noise_hides_classes_without_samples_so_a_site_may_list_them(tmp_path):
+def test_noise_hides_classes_without_samples_so_a_site_with_a_budget_may_list_them(tmp_path):
+    """Without a budget of the site, a server could choose a noise that hides nothing."""
     folder = site(tmp_path / "site", lambda x, y: np.put(y, np.flatnonzero(y == 0), 8))
     assert outcome(folder, None, PEERS) == READ_FAULT
-    assert isinstance(outcome(folder, None, PEERS, **{"privacy.epsilon": 8.0}), dict)
+    noisy = {"privacy.epsilon": 8.0}
+    assert outcome(folder, None, PEERS, **noisy) == READ_FAULT
+    budget = {"privacy": "epsilon=80 delta=1e-5"}
+    assert isinstance(outcome(folder, budget, PEERS, **noisy), dict)
+
+
+@pytest.mark.parametrize(("lr", "scale"), [(1e-44, 1.7e10), (0.1, 1e12)])
+def test_a_site_with_peers_replies_even_if_training_diverges(lr, scale, tmp_path, caplog):
+    """Otherwise, a server could choose weights that diverge if a class has many samples.
+
+    With the first setting, the loss overflows, but the weights do not change.
+    """
+    folder = site(tmp_path / "site", more_rows)
+    run = {"training.lr": lr, "training.optimizer": "sgd", "models.pool": "mlp2"}
+    client = joined(folder, None, PEERS, **run)
+    before = client._client.build_model().state_dict()
+    weights = {f"weights/{k}": np.full(v.shape, scale, np.float32) for k, v in before.items()}
+    weights["weights/classifier.weight"][::2] *= -1
+    cohort = {"nonce": bytes(16).hex(), "cohorts": {"0": list(SITES)}}
+    for number in (1, 2):
+        message = encode(Envelope("run", "fedavg", number, "server"), Knowledge(weights))
+        told = {"evaluate": False, REQUEST: json.dumps(cohort)}
+        tensors, count, said = client.fit(message, told)
+        assert "error" not in said
+        assert count == 2
+        assert tensors
+    assert "training loss inf" in caplog.text or "diverged" in caplog.text
+    client._client.state.restore("run", before=3)
+    for value in client._client.state.models["private"].state_dict().values():
+        assert value.isfinite().all()
 
 
 def test_epsilon_and_delta_do_not_reveal_the_rows_of_a_site_with_peers(tmp_path, caplog):

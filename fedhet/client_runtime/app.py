@@ -9,6 +9,7 @@ takes too long is interrupted. Error messages are sent without the site's paths.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -66,6 +67,7 @@ def client_fn(context: Context) -> Client:
         config = within_limits(resolve_items(tuple(settings.items())), site)
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
+        node = dataclasses.replace(node, pool=str(context.run_config.get(POOL, "")))
     # The following code reads samples, and error messages must not depend on the samples.
     with redact_errors() if config.run.privacy.hides_samples else redact_paths(site):
         return SiteClient(open_client(config, node), site).to_client()

@@ -16,6 +16,7 @@ sites but one, so that it knows the replies of these sites (Pasquini et al., CCS
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from fedhet.client_runtime.state import ReplyStore
 from fedhet.config.resolve import Config
 from fedhet.config.secure import DOMINATED
 from fedhet.settings.run import PLACE, where_it_ran
-from fedhet.wire.contract import Sizes, Sum, TensorField, WeightsField, check_finite, ids_of
+from fedhet.wire.contract import Sizes, Sum, TensorField, WeightsField, ids_of
 from fedhet.wire.identity import ClientInfo, is_name
 from fedhet.wire.knowledge import Envelope, Knowledge
 from fedhet.wire.masking import (
@@ -58,11 +59,13 @@ from fedhet.wire.masking import (
     context,
 )
 
+LOG = logging.getLogger("fedhet")
 REPLY, REVEALED = "masked reply", "shares"
 """Kinds of replies in the ledger."""
 DIFFERS = PLACE | {"early-stopping", "models.pool", "engine.min-samples-per-class"}
 """Settings that may differ between the sites of a round: places, settings that a site replaces with
-its own values, and `early-stopping`, which does not affect training and may change on a resume."""
+its own values, and `early-stopping`, which does not affect training and may change on a resume.
+The keys depend on the pool of models as the server sent it (`Node.pool`)."""
 FOLDER, MAX_LEDGER_BYTES, MAX_REQUEST_BYTES = "_masking", 256 * 2**20, 2**20
 """Directory of the ledgers within the private state (no run has this name), and the maximum sizes
 of a ledger and of a request, in bytes."""
@@ -99,17 +102,16 @@ class Masking:
         self._contract, self._settings = config.method.spec.replies, config.method_settings
         self._sums = config.method.spec.sums.of(config.method_settings, config.run.data.task)
         self._classes, self._weight = info.classes, node.peers.peer(node.name).weight
-        self._is_private = config.run.privacy.is_on
-        self._is_site = node.is_site and not self._is_private
+        self._is_site = node.is_site
         common = {k: v for k, v in config.flat().items() if k not in where_it_ran() | DIFFERS}
-        self._run_settings = json.dumps([common, info.public], sort_keys=True)
+        self._run_settings = json.dumps([common, node.pool, info.public], sort_keys=True)
         self._root, self._ledger = node.state_dir, Ledger(node.state_dir, node.name)
         self._lanes: list[Lane] = []
         self._faults: list[str] = []
         """Reasons why this site refuses lanes of the request."""
         self._nonce, self._request = b"", ""
-        self._counters: Mapping[str, Array] = {}
-        """Integer tensors of the instruction, such as the numbers of batches in batch norms."""
+        self._instruction: Mapping[str, Array] = {}
+        """Tensors of the instruction."""
 
     # Masked replies.
 
@@ -148,11 +150,7 @@ class Masking:
             self._lanes.append(replace(lane, instruction=digest))
         if not self._lanes:
             raise MaskingError("; ".join(self._faults))
-        self._counters = {
-            name: value
-            for name in instruction.tensors
-            if np.issubdtype((value := instruction.tensors[name]).dtype, np.integer)
-        }
+        self._instruction = instruction.tensors
         digest = content_digest(instruction.tensors, instruction.scalars)
         lanes = json.dumps([[lane.number, lane.cohort] for lane in self._lanes])
         self._request = context(
@@ -177,14 +175,21 @@ class Masking:
         `model` is the name of the client's architecture. Sites whose replies must depend only on
         common values must have the same architecture.
 
+        If a value is NaN or infinite, the reply contains the values of the instruction, or zeros.
+        Whether this site replies must not depend on its samples.
+
         Raises MaskingError if this site refuses all lanes.
         """
         tensors: dict[str, Array] = {}
         lanes, own = [], {int(label) for label in self._peers.peer(self._name).classes}
-        for lane in self._lanes:
-            layout = self._layout(self._sums[lane.number], sent, len(lane.cohort))
-            for part in layout.parts:
-                check_finite(self._name, part.name, sent.tensors[part.name])
+        layouts = [
+            self._layout(self._sums[lane.number], sent, len(lane.cohort)) for lane in self._lanes
+        ]
+        summed = [part.name for layout in layouts for part in layout.parts]
+        is_finite = all(np.isfinite(sent.tensors[name]).all() for name in summed)
+        if not is_finite:
+            LOG.warning("%s: reply contains NaN or infinity; sending no change", self._name)
+        for lane, layout in zip(self._lanes, layouts, strict=True):
             threshold = self._peers.threshold(len(lane.cohort))
             declared = self._sums[lane.number]
             is_same = declared.within == "architecture" or declared.server == "malicious"
@@ -195,8 +200,7 @@ class Masking:
             )
             rows = own.intersection(lane.rows)
             # A site must send a row for each class listed for it in the peers file: if two of three
-            # listed sites sent no row, the sum would reveal the third site's row. Noisy rows need
-            # no such protection.
+            # listed sites sent no row, the sum would reveal the third site's row.
             absent = rows - {*sent.tensors[layout.ids].tolist()} if layout.ids else ()
             if self._is_site and absent:
                 self._faults.append(
@@ -209,9 +213,15 @@ class Masking:
             values = dict(sent.tensors)
             for part in layout.parts:
                 value = values[part.name]
-                if part.kind == "integer":
-                    values[part.name] = self._counters.get(part.name, np.zeros_like(value))
-                elif part.kind == "totals" and not self._is_private:
+                if part.kind == "integer" or not is_finite:
+                    told = self._instruction.get(part.name)
+                    is_comparable = (
+                        told is not None
+                        and (told.shape, told.dtype) == (value.shape, value.dtype)
+                        and np.isfinite(told).all()
+                    )
+                    values[part.name] = told if is_comparable else np.zeros_like(value)
+                if part.kind == "totals":
                     values[part.name] = np.full_like(value, self._weight)
             vector = layout.encode(values, self._weight, self._peers.max_weight, rows)
             secret = secrets.token_bytes(shamir.SECRET_BYTES)
@@ -347,7 +357,11 @@ class Masking:
         rows: list[int] = []
         if any(ids_of(self._contract, f) for f in self._contract.fields if f.name in lane.fields):
             present = ((c, sites.intersection(names)) for c, sites in peers.holders.items())
-            rows = sorted(label for label, sites in present if len(sites) >= peers.smallest)
+            rows = sorted(
+                label
+                for label, sites in present
+                if len(sites) >= peers.smallest and not peers.is_dominated(sites)
+            )
         return Lane(number, names, tuple(rows))
 
     def _survivors(self, lane: Lane | None, listed: Any) -> tuple[str, ...]:
@@ -371,8 +385,12 @@ class Masking:
         if self._peers.is_dominated(names):
             return DOMINATED
         for label in lane.rows:
-            if (found := len(self._peers.holders.get(label, set()).intersection(names))) < smallest:
-                return f"expected at least {smallest} sites that list class {label}, got {found}"
+            holders = self._peers.holders.get(label, set()).intersection(names)
+            if len(holders) < smallest:
+                rule = f"expected at least {smallest} sites that list class {label}"
+                return f"{rule}, got {len(holders)}"
+            if self._peers.is_dominated(holders):
+                return f"class {label}: {DOMINATED}"
         return ""
 
     def _layout(self, lane: Sum, sent: Knowledge, sites: int) -> Layout:

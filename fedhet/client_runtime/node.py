@@ -158,6 +158,8 @@ class Node:
     declared: Declaration | None = None
     """Declared data format of a site in a run that hides its samples, or None for all other
     clients."""
+    pool: str = ""
+    """Setting `models.pool` as the server sent it, before the site's own model replaces it."""
     peers: Peers | None = None
     """Sites of a run with secure aggregation, or None for other runs."""
     peers_key: X25519PrivateKey | None = field(default=None, compare=False, repr=False)
@@ -216,6 +218,7 @@ def read_node(
         max_model_bytes=settings.max_model_bytes,
         budget=settings.budget(),
         declared=declared,
+        pool=", ".join(run.models.pool),
         peers=peers,
         peers_key=peers_key,
         is_site=not state_dir,

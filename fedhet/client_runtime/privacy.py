@@ -357,7 +357,11 @@ class DifferentialPrivacy(Withholding):
             for x, y in zip(torch.split(own.x, size), torch.split(own.y, size), strict=True):
                 features, logits = model.features_and_logits(self._compute.to_inputs(x))
                 clipped.add(features, from_logits(logits) if from_logits else logits, y)
-        return clipped.noised_means(self.noise, self._min_samples, SecretNoise())
+        required: list[int] = []
+        if (peers := self._node.peers) is not None:
+            # The server must not choose, through the noise, which sites' rows are in a sum.
+            required = [int(label) for label in peers.peer(self._node.name).classes]
+        return clipped.noised_means(self.noise, self._min_samples, SecretNoise(), required)
 
     def epsilon(self) -> float | None:
         """Return the epsilon that the run has consumed so far, at the run's delta."""

@@ -229,7 +229,8 @@ def client_data(config: Config, node: Node) -> ClientData:
     """
     if node.declared is not None:
         listed: tuple[int, ...] = ()
-        if node.peers is not None and not config.run.privacy.is_on:
+        # A site with a budget must not join or not join because of one sample.
+        if node.peers is not None and node.budget is None:
             listed = tuple(map(int, node.peers.peer(node.name).classes))
         min_samples = config.run.engine.min_samples_per_class
         return node.declared.read_data(node.folder, node.name, listed, min_samples)

@@ -8,6 +8,7 @@ declaration of a method without its own strategy, cites the method's paper.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from fedhet.base.errors import (
     FedhetError,
     KnowledgeError,
     MaskingError,
+    StateError,
     UserModelError,
     definition_of,
 )
@@ -78,6 +80,8 @@ from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge, MissingBaseError
 from fedhet.wire.masking import REVEAL
+
+LOG = logging.getLogger("fedhet")
 
 
 class HetClient(NumPyClient):
@@ -435,7 +439,7 @@ class HetClient(NumPyClient):
                 else:
                     self.state.restore(run, before=round)
                     with injected_faults(self.run, self.info.name, round):
-                        reply, train_seconds = self._train(round, instruction)
+                        reply, train_seconds = self._train(run, round, instruction)
                     reply = self.privacy.filter_reply(reply)
                     if masking:
                         reply = masking.masked(envelope, reply, self.info.model)
@@ -475,7 +479,7 @@ class HetClient(NumPyClient):
                 self.state.restore(run, before=round + 1)
                 learns = self.config.method.spec.learns_last and instruction.tensors
                 if learns and self.state.participations > 0:
-                    self._train(round + 1, instruction)
+                    self._train(run, round + 1, instruction)
                     self.state.save(round + 1)
                 held_out = (
                     config.get("unseen")
@@ -495,10 +499,12 @@ class HetClient(NumPyClient):
         loss = 0.0 if score is None or hidden else score.loss
         return loss, self.info.samples, dict(write_measures(measured))
 
-    def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
+    def _train(self, run: str, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Train for one round, and return the reply and the training time in seconds.
 
-        Raises StateError if training diverged; the previously saved state is kept.
+        Raises StateError if training diverged; the previously saved state is kept. With secure
+        aggregation, restores the previous state instead: a server could choose weights for which
+        training diverges if the site has a certain sample, or more than a number of samples.
         """
         self.state.begin_round()
         self.recipe.begin(round)
@@ -508,7 +514,14 @@ class HetClient(NumPyClient):
             if not isinstance(reply, Knowledge):
                 raise TypeError(f"train must return Knowledge, got {reply!r:.100}")
             self._check_names(reply)
-        self.recipe.end(self.training, None if self.privacy.is_on else self.loss)
+        hides_loss = self.privacy.is_on or self.masking is not None
+        try:
+            self.recipe.end(self.training, None if hides_loss else self.loss)
+        except StateError as error:
+            if self.masking is None:
+                raise
+            LOG.warning("%s: round %d: %s", self.info.name, round, error)
+            self.state.restore(run, before=round)
         self.state.metadata["participations"] = self.state.participations + 1
         return reply, seconds
 

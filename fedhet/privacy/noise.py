@@ -22,7 +22,8 @@ Felo, Velo, FedHe and FedProto send private class means, computed from clipped a
 every class c, present or not, S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I) and n_c = count +
 N(0, z_n^2). Here, f are the features or logits of each sample, R is the clipping norm, and z_f and
 z_n are the noise multipliers of sums and counts. Computing the mean S_c / n_c is postprocessing and
-consumes no further budget. Classes with a small n_c are omitted.
+consumes no further budget. Classes with a small n_c are omitted, except at a site whose rows are
+only sent in sums.
 """
 
 from __future__ import annotations
@@ -249,11 +250,14 @@ class ClippedClassSums:
         for total, addend in zip(self._sums, sums, strict=True):
             total += addend
 
-    def noised_means(self, noise: Noise, min_samples: int, secret: SecretNoise) -> ClassMeans:
+    def noised_means(
+        self, noise: Noise, min_samples: int, secret: SecretNoise, required: Sequence[int] = ()
+    ) -> ClassMeans:
         """Return noised class means.
 
         Omits classes whose noised count is below `min_samples` or does not clearly exceed the
-        noise. At least one batch must have been added.
+        noise, except the `required` classes. The sum of a required class is divided by this limit
+        if its noised count is smaller. At least one batch must have been added.
         """
         if self._counts is None:
             raise ValueError("no batch was added to the class sums")
@@ -264,7 +268,10 @@ class ClippedClassSums:
         grid = Grid(1.0)
         in_steps = self._counts.flatten() * round(1 / grid.step)
         noised = secret.add([in_steps], noise.counts, grid)[0]
-        kept = noised >= max(float(min_samples), DEVIATIONS * noise.counts, 1.0)
+        limit = max(float(min_samples), DEVIATIONS * noise.counts, 1.0)
+        kept = noised >= limit
+        kept[list(required)] = True
+        noised.clamp_(min=limit)
         means = [(each[kept] / noised[kept].unsqueeze(1)).cpu().numpy() for each in sums]
         return ClassMeans(
             classes=kept.nonzero().flatten().cpu().numpy(),
