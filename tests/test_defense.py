@@ -279,6 +279,30 @@ def test_classes_are_averaged_over_those_that_have_them():
 
 
 @pytest.mark.parametrize("average", ["median", "trimmed-mean", "geometric-median"])
+def test_a_client_that_sends_one_class_does_not_decide_this_class(average):
+    """Five honest clients have two of three classes each; a client sends class 0 only."""
+    centers = RNG.normal(size=(3, 8))
+    replies = []
+    for held in ([0, 1], [0, 1], [0, 2], [0, 2], [1, 2]):
+        rows = np.float32(centers[held] + 0.05 * RNG.normal(size=(2, 8)))
+        replies.append(Knowledge({"classes": np.array(held), "features": rows}))
+    poison = np.float32(-3 * centers[:1])
+    replies.append(Knowledge({"classes": np.array([0]), "features": poison}))
+    new = defense(average, CLASSWISE).combined(replies)
+    assert np.linalg.norm(new[0]["features"][0] - centers[0]) < 0.4
+    honest = np.stack([reply.tensors["features"][0] for reply in replies[:4]] + [poison[0]])
+    expected = by_hand(honest.astype(np.float64), average)
+    np.testing.assert_allclose(new[0]["features"][0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("average", ["median", "trimmed-mean", "geometric-median"])
+def test_probabilities_without_a_majority_are_finite(average):
+    replies = [Knowledge({"probabilities": np.eye(6, dtype=np.float32)[[k]]}) for k in range(5)]
+    for new in defense(average, SCORES).combined(replies):
+        np.testing.assert_allclose(new["probabilities"].sum(1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("average", ["median", "trimmed-mean", "geometric-median"])
 def test_probabilities_stay_probabilities(average):
     replies = [
         Knowledge({"probabilities": np.float32(RNG.dirichlet([0.3] * 6, 9))}) for _ in range(5)

@@ -246,24 +246,49 @@ Stacks = Callable[[str], Array]
 """Function that returns the values [K, ...] of K clients for the tensor with the given name."""
 
 
-def _medians(stack: Stacks, names: Sequence[str], fraction: float) -> Iterator[Array]:
+def _medians(
+    stack: Stacks, names: Sequence[str], fraction: float, has_ids: bool
+) -> Iterator[Array]:
     return (trimmed_mean(stack(name), 0.5) for name in names)
 
 
-def _trimmed_means(stack: Stacks, names: Sequence[str], fraction: float) -> Iterator[Array]:
+def _trimmed_means(
+    stack: Stacks, names: Sequence[str], fraction: float, has_ids: bool
+) -> Iterator[Array]:
     return (trimmed_mean(stack(name), fraction) for name in names)
 
 
-def _geometric_medians(stack: Stacks, names: Sequence[str], fraction: float) -> Iterator[Array]:
-    """Yield the parts of the geometric median, computed over all tensors together."""
+def _geometric_medians(
+    stack: Stacks, names: Sequence[str], fraction: float, has_ids: bool
+) -> Iterator[Array]:
+    """Yield the parts of the geometric median, computed over all tensors together.
+
+    If some clients lack rows with ids, such as classes, each row has its own geometric median over
+    the clients that have the row. With common weights, a client would have most influence on a row
+    if it sent few rows, because its distance from the clients without this row would be small.
+    """
     total: Array = np.zeros(())
+    by_row = False
     for name in names:
         values = stack(name)
         points = values.reshape(len(values), -1)
         total = total + np.nan_to_num(mean_squares(points)) * points.shape[1]
+        by_row = by_row or (has_ids and bool(np.isnan(points).any()))
     weights = geometric_weights(total)
     for name in names:
-        yield weighted_mean(stack(name), weights)
+        values = stack(name)
+        if not by_row:
+            yield weighted_mean(values, weights)
+            continue
+        medians = np.full(values.shape[1:], np.nan)
+        for row in range(values.shape[1]):
+            points = values[:, row].reshape(len(values), -1)
+            has_row = ~np.isnan(points).all(1)
+            if has_row.any():
+                own = points[has_row]
+                median = weighted_mean(own, geometric_weights(mean_squares(own)))
+                medians[row] = median.reshape(values.shape[2:])
+        yield medians
 
 
 SELECTIONS: Mapping[str, Callable[[Array, float], Array]] = {
@@ -272,10 +297,10 @@ SELECTIONS: Mapping[str, Callable[[Array, float], Array]] = {
 }
 """Functions of the rules that select: from the squared distances [K, K] and the fraction of
 malicious clients to a mask [K] of the selected clients."""
-COMBINATIONS: Mapping[str, Callable[[Stacks, Sequence[str], float], Iterator[Array]]] = {
+COMBINATIONS: Mapping[str, Callable[[Stacks, Sequence[str], float, bool], Iterator[Array]]] = {
     "median": _medians,
     "trimmed-mean": _trimmed_means,
     "geometric-median": _geometric_medians,
 }
-"""Functions of the rules that combine: from the stacks of a field's tensors, their names, and the
-fraction of malicious clients to one robust value per tensor."""
+"""Functions of the rules that combine: from the stacks of a field's tensors, their names, the
+fraction of malicious clients, and whether rows have ids, to one robust value per tensor."""

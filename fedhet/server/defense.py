@@ -110,10 +110,14 @@ class Defense:
             for group in groups(self.contract, field, replies):
                 if len(group.clients) < MIN_CLIENTS:
                     continue
-                robust = combine(group.stack, group.names, self._fraction)
+                robust = combine(group.stack, group.names, self._fraction, bool(group.rows))
                 for name, value in zip(group.names, robust, strict=True):
                     if isinstance(field, TensorField) and field.distribution:
-                        value = value / value.sum(-1, keepdims=True)
+                        # The medians of all classes are 0 if each client predicts another class.
+                        sums = value.sum(-1, keepdims=True)
+                        value = np.where(sums > 0, value, 1) / np.where(
+                            sums > 0, sums, value.shape[-1]
+                        )
                     for client in group.clients:
                         combined[client][name] = group.part(value, name, client)
         return combined
