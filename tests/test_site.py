@@ -177,8 +177,11 @@ def test_a_client_whose_classes_are_all_small_sends_none_and_the_others_go_on(tm
     ("text", "told"),
     [
         ("/srv/a b/train.csv: no rows", "(a path of this site): no rows"),
-        ("cannot read /srv/a b: /etc/passwd, 1/2", "cannot read (a path of this site): (a path of "
-         "this site), 1/2"),
+        ("1/2 of '/etc/a b', /etc/passwd: missing", "1/2 of '(a path of this site)', (a path of "
+         "this site): missing"),
+        ("/srv/study 7/Anna Müller, 2024 (1).png: broken", "(a path of this site): broken"),
+        ("wards/anna.png: broken, 1 / samples = 0.1", "(a path of this site): broken, 1 / samples "
+         "= 0.1"),
     ],
 )  # fmt: skip
 def test_a_path_of_the_site_is_hidden_as_one(text, told):

@@ -44,8 +44,10 @@ from fedhet.settings import schema
 from fedhet.settings.run import RunSettings
 
 LOG = logging.getLogger("fedhet")
-_PART = r"[^\s'\",;:()\[\]]"
-_PATH = re.compile(rf"(?<![\w/])[~.]*/{_PART}+")
+_REST = r"(?:(?!: |'|\"|$).)*"
+"""Rest of a path. File names may contain spaces and most other characters, so a path ends only at a
+colon before a space, at a quotation mark, or at the end of the line."""
+_PATH = re.compile(rf"(?<![\w/])[~.]*/(?=\S){_REST}|[^\s'\"(]+/[^\s'\":]*\.\w+", re.MULTILINE)
 _HIDDEN = "(a path of this site)"
 INTERRUPT_INTERVAL = 30.0
 """Seconds between repeated interrupts of code that ignores its time limit."""
@@ -229,7 +231,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 def without_paths(text: str, site: NodeSettings) -> str:
     """Redact the site's directories and all other text that looks like a path in a message."""
     for directory in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
-        text = re.sub(f"{re.escape(directory)}{_PART}*", _HIDDEN, text)
+        text = re.sub(f"{re.escape(directory)}{_REST}", _HIDDEN, text)
     return _PATH.sub(_HIDDEN, text)
 
 
