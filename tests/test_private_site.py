@@ -992,6 +992,22 @@ def test_the_settings_of_a_run_do_not_test_the_number_of_rows(tmp_path):
         assert high["samples"] == 2
 
 
+def test_no_fraction_that_a_run_holds_out_changes_the_accounted_rows(tmp_path):
+    """A server could otherwise search for the fraction at which the power of two changes."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    x = np.random.default_rng(0).random((80, 8, 8), dtype=np.float32)
+    np.savez(folder / "train.npz", x=x, y=np.arange(80) % 9)
+    (folder / "site.toml").write_text(f"{DECLARED}test-fraction = 0.1\n")
+    run = {"method": "fedtype", "fedtype.backward": "symmetric", "fedtype.labels": "all"}
+    client = joined(folder, {"privacy": ""}, **run)._client
+    before = client.privacy.plan
+    client.samples.own = client.samples.own.take(torch.arange(40))
+    assert client.privacy.plan == before
+    held = outcome(folder, {"privacy": ""}, **run, **{"fedtype.calibrate-on": "held"})
+    assert "expected training with 'privacy.epsilon'" in held[1]
+
+
 def test_batches_of_a_site_have_the_declared_rate_and_number(tmp_path):
     """The accounting uses the rate with which rows are drawn, so it holds for any declaration."""
     noise = Noise(1.0)

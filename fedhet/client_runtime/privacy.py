@@ -244,7 +244,18 @@ class DifferentialPrivacy(Withholding):
             samples.space = torch.arange(samples.info.classes, device=compute.device)
         if node.declared and (fault := node.declared.rows_fault(len(samples.own.y))):
             LOG.warning("%s", fault)
-        rows = self._rows
+        rows, declared = len(samples.own.y), node.declared
+        self._rows = rows = rows if declared is None else declared.accounted_rows(rows)
+        """Number of rows from which the noise, the sampling rate, and the steps are computed.
+
+        For a client of a simulation, this is the number of its training samples. A site uses its
+        declared number, or else the largest power of two that is at most the number of its samples.
+        With secure aggregation, the number must be declared (`Declaration.check`). The privacy
+        guarantee holds for any number, because the accounting uses the sampling rate with which the
+        rows are drawn. The noise, the consumed budget, the round in which the budget is exhausted,
+        and the settings that need too much noise thus do not reveal the exact number of rows. A
+        method may later hold out samples, but a fraction that a run chooses must not change it.
+        """
         name, delta = "setting 'privacy.delta'", self._settings.delta
         if node.budget is not None:
             name, delta = "node-config 'privacy': delta", node.budget.delta
@@ -301,20 +312,6 @@ class DifferentialPrivacy(Withholding):
         rounds = config.run.rounds + config.method.spec.learns_last
         passes = protection.passes(config.method_settings, self._node.training, rounds)
         return Plan(self._rows, passes, rounds, protection.vectors)
-
-    @property
-    def _rows(self) -> int:
-        """Number of rows from which the noise, the sampling rate, and the steps are computed.
-
-        For a client of a simulation, this is the number of its training samples. A site uses its
-        declared number, or else the largest power of two that is at most the number of its samples.
-        With secure aggregation, the number must be declared (`Declaration.check`). The privacy
-        guarantee holds for any number, because the accounting uses the sampling rate with which the
-        rows are drawn. The noise, the consumed budget, the round in which the budget is exhausted,
-        and the settings that need too much noise thus do not reveal the exact number of rows.
-        """
-        rows, declared = len(self._samples.own.y), self._node.declared
-        return rows if declared is None else declared.accounted_rows(rows)
 
     @contextlib.contextmanager
     def training(

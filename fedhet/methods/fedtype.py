@@ -170,8 +170,13 @@ SPEC = MethodSpec(
             "aggregation": ("fedavg",),
             "epoch_data": ("full",),
             "order": ("joint",),
+            "calibrate_on": ("training",),
         },
         reason="with conformal thresholds, a sample's gradient depends on other samples",
     ),
-    sums=Sums((Sum(("proxy",)), Sum(("scale",), only_if=("aggregation", "pfedbayes")))),
+    # The run's seed would choose the held-out samples.
+    sums=Sums(
+        (Sum(("proxy",)), Sum(("scale",), only_if=("aggregation", "pfedbayes"))),
+        needs={"calibrate_on": ("training",)},
+    ),
 )
