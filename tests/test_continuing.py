@@ -163,7 +163,7 @@ def test_the_state_of_the_best_round_is_kept(tmp_path):
 def test_the_models_of_the_best_round_can_be_used(tmp_path):
     """The training is so coarse that the models get worse over rounds."""
     config = small("local", rounds=6, clients=2, optimizer="sgd", lr=3.0, models="mlp",
-                   keep_best=True, seed=1)  # fmt: skip
+                   keep_best=True, validation_fraction=0.0, seed=1)  # fmt: skip
     run(config, tmp_path / "run")
     every = records(tmp_path / "run")
     means = [each["accuracy"]["common"]["private"]["mean"] for each in every]

@@ -25,7 +25,7 @@ from fedhet.report.comparison import choose_columns
 from fedhet.report.comparison_report import paired_cells, to_dict
 from fedhet.report.tables import better_kind_line, final_table
 from fedhet.runs.directory import last_round
-from fedhet.runs.measures import best_round, headline_means
+from fedhet.runs.measures import best_round, selection_means
 from fedhet.runs.records import Headline, RoundRecord, Score
 
 METHODS = sorted(shipped_names())
@@ -107,7 +107,7 @@ def test_early_stopping_and_the_best_round_use_one_kind():
         of_kinds(4, private=0.6, **{"global": 0.5}),
     ]
     averaged = Headline(kinds={"common": "global"})
-    assert headline_means(rounds, averaged) == {1: 0.1, 3: 0.6, 4: 0.5}
+    assert selection_means(rounds, averaged) == {1: 0.1, 3: 0.6, 4: 0.5}
     assert best_round(rounds, averaged) == 3
     assert best_round(rounds, Headline()) == 1
     stopping = {"early-stopping": 1, "rounds": 9}
@@ -117,13 +117,14 @@ def test_early_stopping_and_the_best_round_use_one_kind():
 
 
 def test_the_kept_models_are_from_the_best_round_of_the_headline_kind(tmp_path):
-    config = small("fedavg", rounds=4, keep_best=True)
+    config = small("fedavg", rounds=4, keep_best=True, validation_fraction=0.0)
     run(config, tmp_path / "run")
     means = [
         (each["accuracy"]["common"]["global"]["mean"], -each["round"])
         for each in records(tmp_path / "run")
     ]
     best = -max(means)[1]
+    assert "validation" not in records(tmp_path / "run")[0]["accuracy"]
     assert open_client(tmp_path / "run", "client-0", best=True).round == best
 
 

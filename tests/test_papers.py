@@ -372,17 +372,18 @@ def test_a_word_means_a_table_those_of_a_paper_or_all():
 def place(directory, **changes):
     """Write a synthetic run to the directory that a table expects."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    made = make(directory.parent / "made", protocols=("common", "personal"), **changes)
+    changes = {"protocols": ("common", "personal"), **changes}
+    made = make(directory.parent / "made", **changes)
     made.rename(directory)
 
 
-def written(tmp_path, tops, kinds=("private",)):
+def written(tmp_path, tops, **changes):
     """Write synthetic runs with the accuracies `tops` [row][seed]; return the results."""
     found = plan("x", table(), "tiny", [0, 1, 2], tmp_path)
     for row, cell in {c.row.name: c for c in found.cells if c.column.name == "all"}.items():
         for seed, top in enumerate(tops[row]):
             if top is not None:
-                place(cell.runs[seed].directory, seed=seed, top=top, kinds=kinds)
+                place(cell.runs[seed].directory, seed=seed, top=top, **changes)
     return collect(found)
 
 
@@ -400,6 +401,19 @@ def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
     assert own[1] == pytest.approx(accuracy(cell, 1, "personal"))
     assert results.cells["alone", "all, longer"].values.empty
     assert results.result.finished == 5
+
+
+def test_a_table_names_the_samples_that_selected_rounds(tmp_path):
+    tops = {"alone": [0.3, None, None], "together": [0.6, None, None]}
+    plain = written(tmp_path / "plain", tops)
+    assert plain.result.selected == []
+    assert '"selected"' not in plain.result.to_json()
+    chosen = {"early-stopping": 3, "data.validation-fraction": 0.1}
+    found = written(tmp_path / "runs", tops, protocols=("common", "validation"), settings=chosen)
+    sentence = "early-stopping: rounds are selected on validation, 10 % of each client's training"
+    assert f" {sentence} samples." in found.result.about(table())
+    assert sentence in found.result.to_json()
+    assert sentence in as_markdown(found.result, table())
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
     assert "Sweep of cofed.threshold" in page
     assert page.count("seed-") == 6
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "sweep.md").read_text().count("\n") == 5
+    text = (out / "sweep.md").read_text()
+    assert text.count("\n") == 7
+    assert "\n\nBest point, selected on validation, 10 % of each client's training samples" in text
     for words in ("relative accuracy", "accuracy, common, private,", "pseudolabels"):
         assert words in " ".join(result.output.split())
 

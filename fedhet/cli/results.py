@@ -15,7 +15,7 @@ import typer
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import METRICS
 from fedhet.cli.options import TRUST, console, listing, listings, loading, option, say
-from fedhet.runs.records import KINDS, PROTOCOLS
+from fedhet.runs.records import EVALUATED, KINDS, PROTOCOLS
 from fedhet.runs.units import printable, score
 from fedhet.wire.identity import SERVER
 
@@ -61,9 +61,9 @@ def compare_command(
     protocol: Annotated[
         str | None,
         option(
-            "|".join(PROTOCOLS),
-            "Sort the runs by the score on this test set: the common test set, or the clients' own "
-            "test splits.",
+            "|".join(EVALUATED),
+            "Sort the runs by the score on these samples: the clients' own test splits, the common "
+            "test set, or the clients' validation samples.",
             default="the method's headline",
         ),
     ] = None,

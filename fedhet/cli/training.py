@@ -129,6 +129,7 @@ def train_sweep(
                 f"{values}, seed {given.run.seed}" if len(by_seed) > 1 else values,
                 out / point_name(point) / f"seed-{given.run.seed}",
                 given,
+                selects=True,
             )
             for given in by_seed
         ]
@@ -174,13 +175,16 @@ def _baselines(config: Config, directory: Path, against: str | None) -> list[Lab
     return [LabeledRun(label, Path(baseline.run.out), baseline)]
 
 
-def _planned(label: str, directory: Path, given: GivenSettings) -> LabeledRun:
+def _planned(
+    label: str, directory: Path, given: GivenSettings, *, selects: bool = False
+) -> LabeledRun:
     """Plan a run that resumes an incomplete run in its directory, if there is one.
 
-    Raises SettingsError if a setting is invalid.
+    `selects` states whether the scores of several runs select settings. Raises SettingsError if a
+    setting is invalid.
     """
-    path = directory.resolve()
-    return LabeledRun(label, path, complete(given).replacing(out=str(path), resume=True))
+    path, config = directory.resolve(), complete(given, selects=selects)
+    return LabeledRun(label, path, config.replacing(out=str(path), resume=True))
 
 
 def _incomplete(runs: Sequence[LabeledRun]) -> list[LabeledRun]:

@@ -49,6 +49,7 @@ from fedhet.privacy.ledger import Entry, Ledger, digest_of
 from fedhet.privacy.noise import ClippedClassSums, SecretNoise
 from fedhet.privacy.sgd import dp_sgd
 from fedhet.runs.measures import BUDGET_EXHAUSTED, Measured
+from fedhet.runs.records import VALIDATION
 from fedhet.wire.identity import MIN_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -166,12 +167,14 @@ class Withholding(NoPrivacy):
     def filter_measurements(self, measured: Measured) -> Measured:
         """Return the scores on the common test set, and epsilon.
 
-        The scores on the client's personal test split and the loss are only logged locally.
+        The scores on the client's personal test split and on its validation samples, and the loss,
+        are only logged locally.
         """
         for (metric, protocol, kind), value in measured.scores.items():
             if protocol != "common":
-                score = self._node.name, self._round, metric, kind, protocol, value
-                LOG.info("%s: round %d: %s of the %s model, %s test split: %.4f", *score)
+                split = f"{protocol} {'' if protocol == VALIDATION else 'test '}split"
+                score = self._node.name, self._round, metric, kind, split, value
+                LOG.info("%s: round %d: %s of the %s model, %s: %.4f", *score)
         if measured.loss is not None:
             loss = measured.loss
             LOG.info("%s: round %d: training loss %.4f", self._node.name, self._round, loss)

@@ -40,6 +40,7 @@ from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task, task_for
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
+from fedhet.runs.records import VALIDATION
 from fedhet.runs.storage import CHECKPOINTS
 from fedhet.settings.run import PLACE, held_out_clients
 from fedhet.wire.identity import (
@@ -75,7 +76,8 @@ class ClientSamples:
     Their labels (UNKNOWN at a real site) are only used for metrics, never for training.
     """
     tests: dict[str, Split]
-    """Test splits by protocol ("personal", "common"); a client may lack either split."""
+    """Splits to evaluate on, by protocol ("personal", "common", "validation"); a client may lack
+    some of them."""
     space: Tensor
     """Label space [P]: the client's class indices in ascending order, or all output indices."""
     num_unused_unlabeled: int
@@ -119,8 +121,7 @@ class ClientSamples:
     def own_splits(self) -> Iterator[Split]:
         """Yield the splits that are not shared with other clients."""
         yield from (self.own, self.unlabeled)
-        if "personal" in self.tests:
-            yield self.tests["personal"]
+        yield from (split for protocol, split in self.tests.items() if protocol != "common")
 
 
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
@@ -143,6 +144,8 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         else:  # Share one copy among all clients in the process.
             key = f"test set on {compute.device}"
             tests["common"] = node.data.once(key, lambda: _placed(compute, common)[0])
+    if data.validation is not None:
+        tests[VALIDATION] = _placed(compute, data.validation)[0]
     return ClientSamples(
         ClientInfo(
             node.name,

@@ -19,7 +19,7 @@ from fedhet.data.spec import Split, concatenate, stratified
 from fedhet.learning.training import CrossEntropy, Evaluation, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Evaluations, Refitted, evaluate_models
-from fedhet.runs.records import PROTOCOLS
+from fedhet.runs.records import EVALUATED
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
@@ -86,7 +86,7 @@ class CofedClient(HetClient):
         metadata = self.state.metadata
         return measured | {
             (protocol, kind): Evaluation(float(metadata[f"local.{protocol}"]), math.nan)
-            for protocol in PROTOCOLS
+            for protocol in EVALUATED
             for kind in kinds
             if f"local.{protocol}" in metadata
         }

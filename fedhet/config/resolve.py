@@ -31,11 +31,14 @@ from fedhet.privacy.sgd import check_supports_dp
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, invalid_setting, kebab, nest
+from fedhet.settings.text import AUTO
 from fedhet.wire.contract import floating, poisonable
 from fedhet.wire.identity import ClientInfo
 
 PUBLIC_FRACTION = 0.2
 """Default fraction of public training samples for methods that need public data."""
+VALIDATION_FRACTION = 0.1
+"""Value of `data.validation-fraction` = auto for runs in which scores select something."""
 LABELED_ALPHA = 0.5
 """Default of `data.labeled-alpha` for methods that need unlabeled data (UM-pFSSL, Section VI-A)."""
 SUMMED: Mapping[str, tuple[object, ...]] = {
@@ -128,12 +131,13 @@ def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
     return resolve_flower(dict(items))
 
 
-def complete(given: GivenSettings) -> Config:
+def complete(given: GivenSettings, *, selects: bool = False) -> Config:
     """Fill in the method's defaults for unset settings, and check the rules across tables.
 
     A shared setting with its default value counts as unset, because Flower's run config contains
     every setting. A method's setting with its default value counts as unset unless it is in
-    `given.explicit`. Raises SettingsError if a rule is violated.
+    `given.explicit`. Set `selects` if the run's score is compared to select settings, as in a
+    sweep. Raises SettingsError if a rule is violated.
     """
     run, method, settings = given.run, given.method, given.method_settings
     spec, is_private, kind = method.spec, run.privacy.is_on, sources.sample_kind(run.data)
@@ -168,6 +172,11 @@ def complete(given: GivenSettings) -> Config:
         data["public_fraction"] = PUBLIC_FRACTION
     if (spec.needs_unlabeled or run.training.semi != "none") and not run.data.labeled_alpha:
         data["labeled_alpha"] = LABELED_ALPHA
+    if run.data.validation_fraction == AUTO:
+        # Clients with [privacy] send no scores on their own samples, so nothing could use them.
+        selects = bool(selects or run.early_stopping or run.keep_best)
+        holds_out = selects and not run.privacy.hides_samples
+        data["validation_fraction"] = VALIDATION_FRACTION if holds_out else 0.0
     changes["data"] = run.data.model_copy(update=data)
     if run.models.pool == RunSettings().models.pool:
         pool = spec.pool(kind)

@@ -25,6 +25,7 @@ from fedhet.data.spec import (
     Split,
     concatenate,
     preserve_global_rng,
+    stratified,
 )
 from fedhet.data.tasks import CLASSIFICATION
 from fedhet.settings.run import DataSettings
@@ -96,6 +97,28 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
         )
     places = numpy_rng(spec.seed, "split", name).permutation(count)
     return np.sort(places[test:]), np.sort(places[:test])
+
+
+def hold_out_validation(strata: Index, spec: DataSpec, name: str) -> tuple[Index, Index]:
+    """Split the training rows of client `name` into rows to train on and validation rows.
+
+    The validation rows are a fraction `data.validation-fraction`, rounded to the nearest number of
+    rows, and at least two rows remain to train on. A client with too few rows thus has no
+    validation rows.
+
+    Args:
+        strata: Class, or other stratum, of each training row [N].
+        spec: Data settings.
+        name: Name of the client, which determines the draw together with the seed.
+
+    Returns:
+        The sorted positions of both parts.
+    """
+    count = min(round(spec.validation * len(strata)), len(strata) - _MIN_TRAIN)
+    if count < 1:
+        return np.arange(len(strata)), np.arange(0)
+    drawn = stratified(strata, count, numpy_rng(spec.seed, "validation", name))
+    return np.setdiff1d(np.arange(len(strata)), drawn), drawn
 
 
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:

@@ -17,7 +17,7 @@ from fedhet.data.cells import find_rows, read_table
 from fedhet.data.class_folders import TRAIN, UNLABELED, Files, Scan, contains_samples, find_tree
 from fedhet.data.images import IMAGES
 from fedhet.data.labels import find_label_tables, read_label_tables
-from fedhet.data.partition import hold_out
+from fedhet.data.partition import hold_out, hold_out_validation
 from fedhet.data.sources import sample_kind
 from fedhet.data.sources.files import MAX_CLASSES, read_pair, target_fields
 from fedhet.data.spec import (
@@ -48,8 +48,8 @@ CLASSES = "classes.txt"
 MAX_ROWS = 10**12
 """Maximum number of rows that a site may declare."""
 READING = (
-    "sample_kind", "test_fraction", "image_size", "text_column", "label_column", "tokenizer",
-    "vocabulary", "max_tokens",
+    "sample_kind", "test_fraction", "validation_fraction", "image_size", "text_column",
+    "label_column", "tokenizer", "vocabulary", "max_tokens",
 )  # fmt: skip
 """Settings in `[data]` that a site may declare. For all other data settings, a site with a
 declaration uses the defaults and ignores the run's values."""
@@ -112,7 +112,11 @@ class Declaration:
             known = ", ".join(["num-classes", "shape", "rows", *map(kebab, READING)])
             raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
         table = build(DataSettings, declared, prefix=f"{path}: data.")
-        own = {"max_bytes": max_bytes, "task": schema.task if schema else table.task}
+        own = {
+            "max_bytes": max_bytes,
+            "task": schema.task if schema else table.task,
+            "validation_fraction": table.validation,
+        }
         spec = DataSpec.model_construct(
             **dict(table.model_copy(update=own)), clients=1, seed=FIXED_SEED
         )
@@ -256,7 +260,8 @@ def site_data(
 
     For tasks other than classification, all layouts require schema.toml with the targets.
 
-    If there is no test part, `spec.test_fraction` of the samples is held out. classes.txt lists the
+    If there is no test part, `spec.test_fraction` of the samples is held out. Then, a fraction
+    `spec.validation` of the training samples is held out for validation. classes.txt lists the
     classes of the run in order, one per line. The file is required only if the site does not have
     samples of all classes. train/unlabeled/ contains samples without a label.
 
@@ -300,6 +305,16 @@ def site_data(
     space = tuple(range(len(dataset.classes)))
     if isinstance(dataset.task, Classification):
         space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    train_rows, rows = hold_out_validation(dataset.strata(train), spec, name)
+    validation = train.take(rows) if len(rows) else None
+    if validation is not None:
+        train = train.take(train_rows)
+    elif spec.validation:
+        LOG.warning(
+            "%s: no validation samples, because data.validation-fraction = %g of %d training "
+            "samples is less than one sample",
+            name, spec.validation, len(train),
+        )  # fmt: skip
     if declared is not None:
         if (shape := dataset.shape) != declared.shape:
             rule = f"expected the shape of the data, {list(shape)}, got {list(declared.shape)}"
@@ -308,7 +323,7 @@ def site_data(
         unlabeled_split = unlabeled_split or train.take(torch.arange(0))
     return ClientData(
         name, train, test, None, dataset.classes, space, dataset.kind, dataset.shape,
-        unlabeled_split, num_unused, dataset.stored, dataset.schema, dataset.task,
+        unlabeled_split, num_unused, dataset.stored, dataset.schema, dataset.task, validation,
     )  # fmt: skip
 
 

@@ -182,6 +182,9 @@ class ClientData:
     schema: TableSchema | None = None
     """Schema of a user's table."""
     task: Task = CLASSIFICATION
+    validation: Split | None = None
+    """Samples held out from the training samples for validation (protocol "validation"), or None if
+    the client has no such samples."""
 
 
 class DataSpec(DataSettings):

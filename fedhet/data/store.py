@@ -40,6 +40,7 @@ from fedhet.data.partition import (
     assign,
     concatenate_splits,
     hold_out,
+    hold_out_validation,
     is_natural,
     merge_classes,
     partition,
@@ -165,11 +166,15 @@ class RunData:
     def test_samples(self) -> dict[str, int]:
         """Return the number of test samples by protocol, without protocols that have none.
 
-        The number for "personal" is the sum over all clients.
+        The numbers for "personal" and "validation" are sums over all clients.
         """
-        rows = [self.split_rows(index)[1] for index in range(self.spec.clients)]
+        rows = [self.split_rows(index) for index in range(self.spec.clients)]
         common = self.common_test
-        counts = {"personal": sum(map(len, rows)), "common": 0 if common is None else len(common)}
+        counts = {
+            "personal": sum(len(test) for _, test, _ in rows),
+            "common": 0 if common is None else len(common),
+            "validation": sum(len(validation) for *_, validation in rows),
+        }
         return {protocol: count for protocol, count in counts.items() if count}
 
     def strata(self) -> tuple[tuple[str, ...], Index]:
@@ -186,21 +191,28 @@ class RunData:
             for k, rows in enumerate(self.partition())
         }
 
-    def split_rows(self, index: int) -> tuple[Index, Index]:
-        """Return client `index`'s training and test rows, as row numbers in `dataset.train`."""
+    def split_rows(self, index: int) -> tuple[Index, Index, Index]:
+        """Return client `index`'s training, test, and validation rows in `dataset.train`."""
         clients = self.spec.clients
         if not 0 <= index < clients:
             raise SettingsError(f"client index must be from 0 to {clients - 1}, got {index}")
         rows, parts = self.partition()[index], self.dataset.parts
+        name = client_name(index, clients)
         if parts is not None:
-            return rows[: parts[index][0]], rows[parts[index][0] :]
-        train, test = hold_out(len(rows), self.spec, client_name(index, clients))
-        return rows[train], rows[test]
+            train, test = rows[: parts[index][0]], rows[parts[index][0] :]
+        else:
+            train, test = (rows[part] for part in hold_out(len(rows), self.spec, name))
+        if not self.spec.validation:
+            return train, test, rows[:0]
+        targets = self.dataset.train.y[torch.from_numpy(train)]
+        _, strata = self.dataset.task.strata(targets, self.dataset.classes)
+        own, validation = hold_out_validation(strata, self.spec, name)
+        return train[own], test, train[validation]
 
     def client(self, index: int) -> ClientData:
         """Return the data of client `index`. Raises DataError if it has no test samples."""
         dataset, space = self.dataset, self.label_space(index)
-        train, test = self._samples(index)
+        train, test, validation = self._samples(index)
         name = client_name(index, self.spec.clients)
         common = dataset.test
         if common is not None and len(space) < len(dataset.classes):
@@ -211,6 +223,7 @@ class RunData:
         return ClientData(
             name, train, test, common, dataset.classes, space, dataset.kind, dataset.shape,
             stored=dataset.stored, schema=dataset.schema, task=dataset.task,
+            validation=validation if len(validation) else None,
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:
@@ -285,9 +298,24 @@ class RunData:
         match the data.
         """
         spec, no_common_test = self.spec, self.common_test is None
+        without: list[str] = []
         for index in range(spec.clients):
-            if not len(self.split_rows(index)[1]) and no_common_test:
+            _, test, validation = self.split_rows(index)
+            if not len(test) and no_common_test:
                 raise no_test_error(spec.dataset, spec)
+            without += [] if len(validation) else [client_name(index, spec.clients)]
+        if spec.validation and len(without) == spec.clients:
+            raise DataError(
+                f"data.validation-fraction = {spec.validation:g}: no client has enough training "
+                "samples for a validation sample. Raise the fraction, or set it to 0."
+            )
+        if spec.validation and without:
+            more = f", and {len(without) - MAX_NAMED} more" if len(without) > MAX_NAMED else ""
+            LOG.warning(
+                "data.validation-fraction = %g: %d of %d clients have no validation samples, "
+                "because they have too few training samples: %s%s",
+                spec.validation, len(without), spec.clients, ", ".join(without[:MAX_NAMED]), more,
+            )  # fmt: skip
         owners = {*self.owners().values()}
         if owners and (unused := [n for n in self.dataset.group_names if n not in owners]):
             more = f", and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
@@ -395,20 +423,23 @@ class RunData:
             return self._assignment.rows
         return partition(self.dataset, self.spec)
 
-    def _samples(self, index: int) -> tuple[Split, Split]:
-        """Return a client's training and test samples: a copy, or views of the shared file."""
-        dataset, (train, test), shared = self.dataset.train, self.split_rows(index), self._shared
+    def _samples(self, index: int) -> list[Split]:
+        """Return a client's training, test, and validation samples.
+
+        The samples are copies, or views of the shared file.
+        """
+        dataset, parts, shared = self.dataset.train, self.split_rows(index), self._shared
         if shared is None:
-            return dataset.take(train), dataset.take(test)
+            return [dataset.take(part) for part in parts]
         with _mapping("samples of the clients", path := shared / _SAMPLES):
             x = self.once("samples", lambda: torch.from_numpy(map_npy(path)))
         counts = map(len, self.partition())
         start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
-        middle = start + len(train)
-        return (
-            Split(x[start:middle], dataset.y[torch.from_numpy(train)]),
-            Split(x[middle : middle + len(test)], dataset.y[torch.from_numpy(test)]),
-        )
+        ends = list(accumulate(map(len, parts), initial=start))
+        return [
+            Split(x[begin:end], dataset.y[torch.from_numpy(part)])
+            for begin, end, part in zip(ends, ends[1:], parts, strict=False)
+        ]
 
     def once(self, part: str, make: Callable[[], T]) -> T:
         """Return a cached part of the data, created by `make` on the first access. Thread-safe."""

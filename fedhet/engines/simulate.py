@@ -327,8 +327,8 @@ def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: floa
     epochs = fmean(epochs) if isinstance(epochs, tuple) else epochs
     sizes = [tuple(map(len, data.split_rows(client))) for client in range(clients)]
     common = len(data.common_test) if data.common_test is not None else 0
-    trained = rounds * run.fraction * epochs * fmean(train for train, _ in sizes)
-    evaluated = rounds / run.evaluate_every * fmean(test + common for _, test in sizes)
+    trained = rounds * run.fraction * epochs * fmean(train for train, *_ in sizes)
+    evaluated = rounds / run.evaluate_every * fmean(sum(tests) + common for _, *tests in sizes)
     method_settings = config.method_settings.flat()
     others = [str(method_settings[kebab(name)]) for name in config.method.spec.model_settings]
     models = Counter(assign(run.models.pool, clients, run.seed, run.models.assignment))

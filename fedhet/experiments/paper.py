@@ -124,6 +124,9 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     """Date on which the last run started, as YYYY-MM-DD."""
     hours: float | None = None
     """Total duration of the runs, in hours."""
+    selected: list[str] = Field(default_factory=list)
+    """Samples on which early stopping and `keep-best` selected rounds, as sentences; empty if no
+    run used them."""
     hardware: str = ""
     """Machine on which the table was made, as entered by hand."""
     remark: str = ""
@@ -149,7 +152,10 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         return " ".join([words, *as_options(self.settings)])
 
     def about(self, table: PaperTable) -> str:
-        """Return a line with the size, and the numbers of seeds, test samples, and missing runs."""
+        """Return a line with the size, the numbers of seeds and test samples, and other facts.
+
+        The facts are the number of missing runs, and the samples on which rounds were selected.
+        """
         line = f"Size {self.size}: {table.sizes[self.size].says} {plural(len(self.seeds), 'seed')}"
         counts = [each for each in self.test_samples.values() if each is not None]
         if counts:
@@ -157,7 +163,7 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         line += "."
         if self.finished < self.runs:
             line += f" {self.finished} of {self.runs} runs are finished."
-        return line
+        return line + "".join(f" {note}." for note in self.selected)
 
     def to_json(self) -> str:
         """Serialize to JSON, with one line per row of cells and per comparison."""
@@ -170,7 +176,7 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
                 json.dumps(each.model_dump(), ensure_ascii=False) for each in self.comparisons
             ],
         }
-        short = self.model_dump(exclude={*long})
+        short = self.model_dump(exclude={*long, *(() if self.selected else ("selected",))})
         text = json.dumps({**short, "cells": {}, "comparisons": []}, indent=1, ensure_ascii=False)
         for name, lines in long.items():
             listed = "\n  " + ",\n  ".join(lines) + "\n " if lines else ""
@@ -234,6 +240,7 @@ def collect(plan: Plan) -> Results:
         runs=len(plan.runs),
         finished=len(runs),
         made=max((origin.started for origin in origins), default="")[: len("2026-11-24")],
+        selected=sorted({finished_run(run.directory).selection_note for run in runs} - {""}),
         hours=round(sum(map(_seconds, runs)) / 3600, 2),
         agreement={
             column.name: _rounded(_kendall(cells, column.name), 2)

@@ -32,7 +32,7 @@ from fedhet.config.sources import read_preset, settings_for_method
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.report.run import Run, load_run
 from fedhet.runs.measures import tail_start
-from fedhet.runs.records import PROTOCOLS
+from fedhet.runs.records import EVALUATED
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine, plain
 from fedhet.settings.text import as_text
@@ -55,8 +55,8 @@ RATIOS = ("mean", "best", "worst")
 def _is_metric(text: str) -> str:
     first, second, *rest = (*text.split("/"), "")
     third = rest[0] or "mean" if rest else "mean"
-    accuracy = first in PROTOCOLS and second and third in STATISTICS
-    relative = first == "relative" and second in PROTOCOLS and third in RATIOS
+    accuracy = first in EVALUATED and second and third in STATISTICS
+    relative = first == "relative" and second in EVALUATED and third in RATIOS
     bytes_sent = first == "bytes" and second in DIRECTIONS and not rest[:-1]
     figure = first == "figure" and second
     if len(rest) > 2 or not (accuracy or relative or bytes_sent or figure):

@@ -567,6 +567,11 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
             f"Last, because their {models} were not evaluated {where(column[0])}: "
             f"{', '.join(missing)}."
         )
+    selecting: dict[str, list[str]] = {}
+    for group in groups:
+        for note in dict.fromkeys(run.selection_note for run in group.runs if run.selection_note):
+            selecting.setdefault(note, []).append(group.label)
+    notes += [f"{', '.join(labels)}: {note}." for note, labels in selecting.items()]
     for name in sorted({group.runs[0].headline for group in groups} - {"", column[0]}):
         labels = ", ".join(group.label for group in groups if group.runs[0].headline == name)
         notes.append(

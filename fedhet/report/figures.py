@@ -83,7 +83,7 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
                     label = f"{name}{GAP}{score(mean.iloc[-1], run.metric, 3)}"
                     style.line(ax, mean, style.OTHER_COLOR, series=name, label=label, **look)
             note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
-            whose = "each client's" if protocol == "personal" else "the"
+            whose = "the" if protocol == "common" else "each client's"
             title = f"{_capitalized(metric.title)} on {whose} {TEST_SETS.get(protocol, protocol)}"
             style.over_rounds(ax, run.costs.index, title, note)
             if metric.is_fraction:

@@ -13,7 +13,6 @@ import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from fedhet.base.disk import write_text
-from fedhet.base.metrics import metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
 from fedhet.report.run import TEST_SETS, Run, lowest, where
@@ -28,6 +27,7 @@ from fedhet.report.tables import (
     missing_confusion,
     remarks,
 )
+from fedhet.runs.measures import best_round
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -107,10 +107,9 @@ def render_run(run: Run, live: Live | None = None) -> str:
         (protocol, kind), curve = run.columns[0], run.curve(*run.columns[0])
         means = curve["mean"].dropna()
         title, best = run.metric_title, ABSENT
-        if len(means):
-            is_lower_better = metric_of(run.metric).lower_is_better
-            number = means.idxmin() if is_lower_better else means.idxmax()
-            best = f"{score(means[number], run.metric)} in round {number}"
+        if (number := best_round(run.records, run.declared_headline)) in means.index:
+            value = score(means[number], run.metric)
+            best = f"{value} in round {number}, selected on {run.selection_basis}"
         when = "last round" if run.finished else f"round {curve.index[-1]}, the last so far"
         hero = {
             "score": run.last(protocol, kind),

@@ -24,12 +24,13 @@ from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import metric_title
 from fedhet.report.differences import effective_samples
 from fedhet.runs import directory
-from fedhet.runs.measures import Tail, tail_of
+from fedhet.runs.measures import Tail, selection_basis, tail_of
 from fedhet.runs.records import (
     HELD_OUT,
     HELD_OUT_EPOCH,
     NAN,
     OWN_DATA,
+    VALIDATION,
     Confusion,
     ConfusionMatrix,
     Headline,
@@ -42,11 +43,15 @@ from fedhet.runs.records import (
 )
 from fedhet.runs.units import natural, printable
 
-TEST_SETS = {"common": "common test set", "personal": "own test split"}
-"""Names of the test sets, by protocol."""
+TEST_SETS = {
+    "common": "common test set", "personal": "own test split", VALIDATION: "validation split",
+}  # fmt: skip
+"""Names of the evaluated samples, by protocol."""
 MEANING = {
     "common": "on the test set common to all clients",
     "personal": "on each client's own test split",
+    VALIDATION: "on samples held out from each client's training samples, which select rounds and "
+    "settings",
     "private": "the client's private model",
     "local": "the client's model after only local training, before any exchange",
     "proxy": "the model that a client exchanges instead of its private model",
@@ -187,6 +192,26 @@ class Run:
     def columns(self) -> tuple[tuple[str, str], ...]:
         """All (protocol, kind) pairs with scores, with the headline pair first."""
         return tuple((name, kind) for name in self.protocols for kind in self.kinds(name))
+
+    @cached_property
+    def selection(self) -> tuple[str, str] | None:
+        """Protocol and kind of the score on which rounds and runs are selected, or None."""
+        return self.declared_headline.selection(self.scores)
+
+    @property
+    def selection_basis(self) -> str:
+        """Description of the samples on which rounds and runs are selected."""
+        return selection_basis(self.records, self.settings.get("data.validation-fraction"))
+
+    @property
+    def selection_note(self) -> str:
+        """Sentence about early stopping and `keep-best`, or "" if the run uses neither."""
+        used = " and ".join(n for n in ("early-stopping", "keep-best") if self.settings.get(n))
+        if not used or self.selection is None:
+            return ""
+        kind = self.selection[1]
+        models = "" if kind == self.columns[0][1] else f", by the score of the {kind} models"
+        return f"{used}: rounds are selected on {self.selection_basis}{models}"
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
@@ -431,7 +456,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
 def where(protocol: str) -> str:
     """Describe the test set of a protocol, e.g. "on the common test set"."""
     name = TEST_SETS.get(protocol, protocol)
-    return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
+    return f"on the {name}" if protocol == "common" else f"on each client's {name}"
 
 
 def lowest(values: Mapping[str, float]) -> str:

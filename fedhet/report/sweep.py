@@ -24,6 +24,7 @@ from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
+from fedhet.runs.records import VALIDATION
 from fedhet.runs.units import human_number, path_text, plural, plus_minus, printable
 from fedhet.settings.text import as_text
 
@@ -92,6 +93,35 @@ class Sweep:
             return quantity
         return next(iter(self.runs.values()))[0].title_of(quantity)
 
+    @cached_property
+    def selection(self) -> str:
+        """Quantity that selects the best point.
+
+        It is the first quantity on validation samples or, if a run has no validation scores, on
+        test samples.
+        """
+        first, run = str(self.results.columns[0]), next(iter(self.runs.values()))[0]
+        name = f"{run.metric_title}, {', '.join(run.selection or ())}"
+        if first.startswith("relative"):
+            name = ", ".join([first.split(", ")[0], VALIDATION, first.split(", ")[2]])
+        return name if name in self.results and self.results[name].notna().all() else first
+
+    @property
+    def selection_basis(self) -> str:
+        """Description of the samples on which the best point is selected."""
+        if self.selection == self.results.columns[0]:
+            return "test data"
+        bases = {run.selection_basis: None for runs in self.runs.values() for run in runs}
+        return " or ".join(bases)
+
+    @cached_property
+    def best(self) -> int | None:
+        """Number of the point with the best mean score in `selection`, or None without a score."""
+        means = self.spread(self.selection)["mean"].dropna()
+        if means.empty:
+            return None
+        return int(means.idxmin() if self.metric.lower_is_better else means.idxmax())
+
     @property
     def test_samples(self) -> str:
         """Numbers of test samples of the headline score, as text."""
@@ -149,13 +179,15 @@ def _label(names: Sequence[str], point: Point) -> str:
 
 
 def plotted_quantities(results: Sweep, figures: str) -> list[str]:
-    """Return the quantities to plot: the headline score (or relative accuracy) and `figures`.
+    """Return the quantities to plot: the headline score, the selecting score, and `figures`.
 
-    `figures` is a comma-separated list of metrics, by default the first metric. Raises
-    SettingsError if a metric is unknown.
+    If there are relative accuracies, the first of them replaces the headline score. `figures` is a
+    comma-separated list of metrics, by default the first metric. Raises SettingsError if a metric
+    is unknown.
     """
     metrics = results.metrics
-    return [*results.results.columns[:1], *(choose_metrics(figures, metrics) or metrics[:1])]
+    scores = dict.fromkeys([*results.results.columns[:1], results.selection])
+    return [*scores, *(choose_metrics(figures, metrics) or metrics[:1])]
 
 
 def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
@@ -166,10 +198,13 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
     settings, points = results.names, list(results.runs)
     is_single = len(settings) == 1
     cells = _cells(results, list(results.results))
-    write_text(out / "sweep.md", markdown(cells))
+    selected = _selected(results)
+    write_text(out / "sweep.md", markdown(cells) + (selected and f"\n{selected}\n"))
     content: dict[str, object] = {"settings": settings, "points": points}
     if is_single:
         content = {"setting": settings[0], "values": [point[0] for point in points]}
+    content |= {"selected_on": results.selection_basis, "selected_by": results.selection}
+    content["best"] = None if results.best is None else points[results.best]
     content["quantities"] = results.results.groupby(level=0).agg(list).to_dict("list")
     text = to_json(content, indent=1, inf_nan_mode="null").decode()
     write_text(out / "sweep.json", text + "\n")
@@ -180,17 +215,21 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
         for point, runs in results.runs.items()
         for run in runs
     ]
-    best, means = None, results.spread(names[0])["mean"].dropna()
-    if len(means):
-        lower = results.metric.lower_is_better
-        number = int(means.idxmin() if lower else means.idxmax())
-        point, title = points[number], _title(names[0])
-        title = title if lower else title.lower()
-        unclear, compared = results.unclear(names[0], number)
+    best = None
+    if (number := results.best) is not None:
+        lower, by = results.metric.lower_is_better, results.selection
+        titles = [_title(name) if lower else _title(name).lower() for name in (names[0], by)]
+        extreme = "lowest" if lower else "highest"
+        of = f"{extreme} mean over seeds"
+        if by != names[0]:
+            of = f"mean over seeds at the point with the {extreme} {titles[1]}"
+        unclear, compared = results.unclear(by, number)
         best = {
-            "value": human_number(means[number]),
-            "description": f"{title}, {'lowest' if lower else 'highest'} mean over seeds",
-            "settings": dict(zip(settings, map(as_text, point), strict=True)),
+            "value": human_number(results.spread(names[0])["mean"][number]),
+            "description": f"{titles[0]}, {of}",
+            "basis": results.selection_basis,
+            "is_biased": by == names[0],
+            "settings": dict(zip(settings, map(as_text, points[number]), strict=True)),
             "noise": f"Of {plural(compared, 'other point')}, {unclear} differ from this point only "
             "within noise (95 % confidence interval over seeds and test samples)."
             if compared
@@ -211,6 +250,14 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
     return write_text(out / "sweep.html", html)
 
 
+def _selected(results: Sweep) -> str:
+    """Return a sentence with the best point and the samples that selected it, or ""."""
+    if results.best is None:
+        return ""
+    point = _label(results.names, list(results.runs)[results.best])
+    return f"Best point, selected on {results.selection_basis}: {point}."
+
+
 def _below(path: Path, out: Path) -> str:
     """Return a path relative to the directory of the report, if it is inside this directory."""
     is_inside = path.resolve().is_relative_to(out.resolve())
@@ -227,6 +274,7 @@ def sweep_table(results: Sweep, figures: str = "") -> Table:
     tails = [name for name in results.results if name.endswith(TAIL)]
     cells = _cells(results, [first, *tails[:1], *rest])
     caption = f"last round, mean ± std over seeds; {results.test_samples}"
+    caption += f"\n{printable(_selected(results))}" if results.best is not None else ""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", caption=caption)
     for header in cells.headers:
         table.add_column(printable(header), overflow="fold", justify="right")

@@ -32,7 +32,7 @@ from fedhet.data.tasks import find_task
 from fedhet.report.comparison import Spread, smallest
 from fedhet.report.differences import sample_error, samples_text
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest, where
-from fedhet.runs.records import COMMON, HELD_OUT, HELD_OUT_EPOCH, NAN
+from fedhet.runs.records import COMMON, HELD_OUT, HELD_OUT_EPOCH, NAN, VALIDATION
 from fedhet.runs.units import (
     ABSENT,
     difference,
@@ -282,13 +282,14 @@ def constant_of(run: Run) -> tuple[str, str]:
 
 
 def remarks(run: Run) -> list[str]:
-    """Return remarks on inaccurate models, and on clients that were disconnected or late."""
-    lines = [better] if (better := better_kind_line(run)) else []
+    """Return remarks on selection, inaccurate models, and clients disconnected or late."""
+    lines = [line for line in (run.selection_note, better_kind_line(run)) if line]
     lines += undefined_lines(run)
     sign = -1 if metric_of(run.metric).lower_is_better else 1
     below = [
         f"{name} ({protocol} {kind})"
         for protocol, kind in run.columns
+        if protocol != VALIDATION  # The clients may have only a few validation samples.
         for name, value in run.last(protocol, kind).per_client.items()
         if sign * value < sign * run.majority(protocol).get(name, -sign * math.inf)
     ]

@@ -30,7 +30,7 @@ from fedhet.base.disk import (
 from fedhet.base.errors import StateError, error_reason
 from fedhet.base.metrics import metric_of
 from fedhet.config.sources import read_toml
-from fedhet.runs.measures import headline_means
+from fedhet.runs.measures import selection_means
 from fedhet.runs.records import Headline, Origin, RoundRecord, Summary
 from fedhet.settings.run import ENDS, PLACE, where_it_ran
 from fedhet.wire.identity import is_name
@@ -281,13 +281,14 @@ def is_complete(config: Config, directory: Path) -> bool:
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:
     """Return the number of a run's last round, computed from the records so far.
 
-    If the headline score has not improved for `early-stopping` evaluations, the run ends one round
-    later. The number depends only on the records, so that a resumed run ends at the same round.
+    If the score in `selection_means` has not improved for `early-stopping` evaluations, the run
+    ends one round later. The number depends only on the records, so that a resumed run ends at the
+    same round.
     """
     rounds, patience = config.run.rounds, config.run.early_stopping
     best, waited = -math.inf, 0
     lower = any(metric_of(record.metric).lower_is_better for record in records)
-    means = headline_means(records, Headline.of(config.method.spec)) if patience else {}
+    means = selection_means(records, Headline.of(config.method.spec)) if patience else {}
     for number, mean in means.items():
         value = -mean if lower else mean
         best, waited = (value, 0) if value > best else (best, waited + 1)

@@ -62,6 +62,7 @@ from fedhet.runs.measures import (
     headline_column,
     peak_memory_mb,
     scalars,
+    selection_basis,
 )
 from fedhet.runs.records import (
     COMMON,
@@ -260,9 +261,10 @@ class RunLog:
             return run
         metric = metric_of(run.metrics[0])
         better = "decreased" if metric.lower_is_better else "increased"
+        basis = selection_basis(self._history, run.data.validation_fraction)
         self.notice(
             f"round {last} is the last, because the {metric.title} has not {better} for "
-            f"{run.early_stopping} evaluations ('early-stopping')"
+            f"{run.early_stopping} evaluations ('early-stopping' on {basis})"
         )
         return run.model_copy(update={"rounds": last})
 
@@ -287,6 +289,13 @@ class RunLog:
             self.notice(privacy.describe_budget(self.config.run.rounds))
         if privacy.secure_aggregation:
             self.notice("secure aggregation (experimental): the server receives only sums")
+        run = self.config.run
+        has_validation = run.data.validation and not privacy.hides_samples
+        if (run.early_stopping or run.keep_best) and not has_validation:
+            self.notice(
+                "'early-stopping' and 'keep-best' select rounds on test data, so the scores of the "
+                "selected rounds are optimistic ('data.validation-fraction')"
+            )
         if warning := self.config.method.spec.warning:
             self.notice(warning)
 

@@ -23,8 +23,9 @@ import numpy as np
 from fedhet.base.errors import KnowledgeError, nearest, safe_repr
 from fedhet.base.metrics import ACCURACY, MIN_ACCURACY, metric_of
 from fedhet.runs.records import (
+    EVALUATED,
     NAN,
-    PROTOCOLS,
+    VALIDATION,
     ByPlace,
     FinalScore,
     FinalScores,
@@ -64,7 +65,7 @@ TESTED = "tested"
 """Prefix of the metric for the number of test samples. The protocol follows the prefix."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
-    *(f"{prefix}.{protocol}" for prefix in (MAJORITY, TESTED) for protocol in PROTOCOLS),
+    *(f"{prefix}.{protocol}" for prefix in (MAJORITY, TESTED) for protocol in EVALUATED),
 )  # fmt: skip
 """Metric names written by `write_measures`, other than scores."""
 TAIL = 5
@@ -160,7 +161,7 @@ def read_measures(
     number = partial(_number, sender, metrics)
     if WORK in metrics:
         number(WORK)
-    keys = {".".join(key): key for key in product(score_names, PROTOCOLS, kinds)}
+    keys = {".".join(key): key for key in product(score_names, EVALUATED, kinds)}
     valid_names = (*keys, *MEASURES)
     for name in metrics:
         if name not in valid_names:
@@ -185,12 +186,12 @@ def read_measures(
         number("epsilon") if "epsilon" in metrics else None,
         {
             protocol: number(name, high=metric_of(score_names[0]).highest)
-            for protocol in PROTOCOLS
+            for protocol in EVALUATED
             if (name := f"{MAJORITY}.{protocol}") in metrics
         },
         {
             protocol: int(number(name, low=1.0, high=MAX_TESTED))
-            for protocol in PROTOCOLS
+            for protocol in EVALUATED
             if (name := f"{TESTED}.{protocol}") in metrics
         },
     )
@@ -221,11 +222,20 @@ class Tail:
     rounds: tuple[int, ...] = ()
 
 
-def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) -> Score:
-    """Compute the mean, standard deviation and worst value over equally weighted clients."""
+def spread(
+    per_client: Mapping[str, float],
+    *,
+    lower_is_better: bool = False,
+    weights: Mapping[str, float] | None = None,
+) -> Score:
+    """Compute the mean, standard deviation and worst value over clients.
+
+    The mean is weighted with the clients' `weights`, if given.
+    """
     values = np.array([per_client[name] for name in sorted(per_client)])
+    shares = [weights[name] for name in sorted(per_client)] if weights else None
     return Score(
-        mean=float(values.mean()),
+        mean=float(values.mean() if shares is None else np.average(values, weights=shares)),
         std=float(values.std()),
         worst=float(values.max() if lower_is_better else values.min()),
         per_client={name: float(per_client[name]) for name in sorted(per_client)},
@@ -233,14 +243,24 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
 
 
 def summarize(
-    values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
+    values: ByPlace,
+    without: Collection[str] = (),
+    *,
+    lower_is_better: bool = False,
+    weights: Mapping[str, float] | None = None,
 ) -> Scores:
-    """Compute the `spread` of each protocol and kind over the clients that are not in `without`."""
+    """Compute the `spread` of each protocol and kind over the clients that are not in `without`.
+
+    `weights` contains the weights of the clients in means over validation samples. All other means,
+    and means over a client without a known weight, have equal weights.
+    """
     scores: Scores = {}
     for protocol, kinds in sorted(values.items()):
         for kind, per_client in sorted(kinds.items()):
             if included := {name: v for name, v in per_client.items() if name not in without}:
-                score = spread(included, lower_is_better=lower_is_better)
+                known = weights is not None and included.keys() <= weights.keys()
+                weighted = weights if known and protocol == VALIDATION else None
+                score = spread(included, lower_is_better=lower_is_better, weights=weighted)
                 scores.setdefault(protocol, {})[kind] = score
     return scores
 
@@ -276,13 +296,14 @@ def shown_scores(record: RoundRecord, headline: Headline) -> tuple[str, dict[str
     return column[0], {kind: kinds[kind] for kind in headline.ordered_kinds(column[0], kinds)}
 
 
-def headline_means(records: Sequence[RoundRecord], headline: Headline) -> dict[int, float]:
-    """Return the headline score in each round in which it was evaluated.
+def selection_means(records: Sequence[RoundRecord], headline: Headline) -> dict[int, float]:
+    """Return the score that selects rounds, for each round in which it was evaluated.
 
-    The scores of all rounds have the same protocol and kind. A kind that was not evaluated in some
-    rounds, such as an average that does not exist yet, is not replaced in these rounds.
+    It is the headline score on validation samples or, if no round has validation scores, on test
+    samples. The scores of all rounds have the same protocol and kind. A kind that was not evaluated
+    in some rounds, such as an average that does not exist yet, is not replaced in these rounds.
     """
-    if (column := headline_column(records, headline)) is None:
+    if (column := headline.selection(_evaluated(records))) is None:
         return {}
     scores = {record.round: record.score(record.metric, *column) for record in records}
     return {number: score.mean for number, score in scores.items() if score is not None}
@@ -290,20 +311,39 @@ def headline_means(records: Sequence[RoundRecord], headline: Headline) -> dict[i
 
 def headline_column(records: Iterable[RoundRecord], headline: Headline) -> tuple[str, str] | None:
     """Return the protocol and the kind of the headline score in all rounds, or None without any."""
+    return headline.column(_evaluated(records))
+
+
+def _evaluated(records: Iterable[RoundRecord]) -> dict[str, set[str]]:
+    """Return the kinds with scores for the headline metric in any round, by protocol."""
     evaluated: dict[str, set[str]] = {}
     for record in records:
         for protocol, kind, _ in record.each(record.metric):
             evaluated.setdefault(protocol, set()).add(kind)
-    return headline.column(evaluated)
+    return evaluated
 
 
 def best_round(records: Sequence[RoundRecord], headline: Headline) -> int:
-    """Return the first round with the best headline score, or 0 if no round was evaluated."""
-    means = headline_means(records, headline)
+    """Return the first round with the best score, or 0 if no round was evaluated.
+
+    The scores are `selection_means`.
+    """
+    means = selection_means(records, headline)
     valid = {number: mean for number, mean in means.items() if not math.isnan(mean)}
     lower = any(metric_of(record.metric).lower_is_better for record in records)
     best = min if lower else max
     return best(valid, key=lambda number: valid[number], default=0)
+
+
+def selection_basis(records: Sequence[RoundRecord], fraction: object) -> str:
+    """Describe the samples on which rounds and runs are selected, such as "test data".
+
+    `fraction` is the value of `data.validation-fraction`.
+    """
+    if not any(record.scores.get(record.metric, {}).get(VALIDATION) for record in records):
+        return "test data"
+    percent = f"{100 * fraction:g} %" if isinstance(fraction, int | float) else "a fraction"
+    return f"validation, {percent} of each client's training samples"
 
 
 def tail_of(

@@ -40,6 +40,11 @@ PERSONAL, COMMON = "personal", "common"
 PROTOCOLS = (PERSONAL, COMMON)
 """Protocols, i.e. test sets: a client's personal test split, and the test set common to all
 clients."""
+VALIDATION = "validation"
+"""Protocol of the samples that a client holds out from training. Sweeps, early stopping, and
+`keep-best` select on their scores."""
+EVALUATED = (*PROTOCOLS, VALIDATION)
+"""All protocols under which models are evaluated."""
 HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
 """Kinds of models offered to held-out clients: unchanged, and after one local epoch."""
 KINDS = ("private", "local", "proxy", "ensemble", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
@@ -117,7 +122,7 @@ Loss = Annotated[
 class Headline(BaseModel):
     """Protocol and kinds of models whose scores represent a method.
 
-    All displays, comparisons and selections by score use `column`.
+    All displays and comparisons use `column`. Selections by score use `selection`.
     """
 
     model_config = READING | ConfigDict(frozen=True)
@@ -132,12 +137,16 @@ class Headline(BaseModel):
         return cls(protocol=spec.headline, kinds=dict(spec.deployed))
 
     def ordered_protocols(self, evaluated: Iterable[str]) -> tuple[str, ...]:
-        """Sort protocols, with the declared protocol first."""
+        """Sort protocols, with the declared protocol first and the validation samples last."""
         order = [self.protocol, *reversed(PROTOCOLS)]
         return tuple(sorted(evaluated, key=lambda name: position(name, order)))
 
     def ordered_kinds(self, protocol: str, evaluated: Iterable[str]) -> tuple[str, ...]:
-        """Sort kinds of models, with the deployed model first and the initial model last."""
+        """Sort kinds of models, with the deployed model first and the initial model last.
+
+        On validation samples, the deployed model is the model of the declared test set.
+        """
+        protocol = self.protocol if protocol == VALIDATION else protocol
         order = [self.kinds.get(protocol, "private"), *KINDS]
         return tuple(sorted(evaluated, key=lambda kind: (kind == "local", position(kind, order))))
 
@@ -148,9 +157,19 @@ class Headline(BaseModel):
             evaluated: Evaluated kinds, by protocol. If the declared protocol or the deployed model
                 was not evaluated, the next protocol or kind replaces it.
         """
-        for protocol in self.ordered_protocols(name for name in evaluated if evaluated[name]):
+        tests = (name for name in evaluated if evaluated[name] and name != VALIDATION)
+        for protocol in self.ordered_protocols(tests):
             return protocol, self.ordered_kinds(protocol, evaluated[protocol])[0]
         return None
+
+    def selection(self, evaluated: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
+        """Return the protocol and the kind of the score on which rounds and runs are selected.
+
+        The result is `column` if no validation samples were evaluated.
+        """
+        if kinds := evaluated.get(VALIDATION):
+            return VALIDATION, self.ordered_kinds(VALIDATION, kinds)[0]
+        return self.column(evaluated)
 
 
 class Seconds(BaseModel):
@@ -319,8 +338,8 @@ class Summary(BaseModel):
     training: dict[Text, Text] = {}
     """Optimizer, learning rate, epochs and batch size of each client, as text."""
     test_samples: dict[Text, Count] = {}
-    """Number of test samples by protocol, or empty if the sites have their own data. The number for
-    "personal" is the sum over all clients."""
+    """Number of test samples by protocol, or empty if the sites have their own data. The numbers
+    for "personal" and "validation" are sums over all clients."""
     headline: Text = ""
     """Protocol of the method's headline score."""
     headline_kinds: dict[Text, Text] = {}
@@ -397,7 +416,8 @@ class Partition(BaseModel):
     owners: dict[Text, Text] = {}
     """Person or site of each client, e.g. from the column `data.by`; empty if unknown."""
     test_samples: dict[Text, Count] = {}
-    """Number of test samples by protocol; for "personal", the sum over all clients."""
+    """Number of test samples by protocol; for "personal" and "validation", the sum over all
+    clients."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

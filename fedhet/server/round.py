@@ -24,7 +24,7 @@ from fedhet.base.errors import (
 )
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, relative, spread, summarize
-from fedhet.runs.records import ByMetric, RoundRecord, Seconds
+from fedhet.runs.records import VALIDATION, ByMetric, Headline, RoundRecord, Seconds
 from fedhet.server.calls import RoundResults
 from fedhet.server.members import ClientHealth, Outcome
 from fedhet.server.reply import Magnitudes, medians
@@ -68,7 +68,11 @@ class RoundState:
     """
 
     def __init__(
-        self, workers: int, notice: Callable[[str], None], health: ClientHealth | None = None
+        self,
+        workers: int,
+        notice: Callable[[str], None],
+        health: ClientHealth | None = None,
+        headline: Headline | None = None,
     ) -> None:
         """Create the state.
 
@@ -76,6 +80,7 @@ class RoundState:
             workers: Number of clients that train at the same time.
             notice: Function that shows a message to the user.
             health: Counts of the clients' failures, or None to exclude no client.
+            headline: Headline that the method declares, or None for the default.
         """
         self.record = RoundRecord(0)
         self.selection = Selection(())
@@ -84,7 +89,7 @@ class RoundState:
         self.reply_rounds: dict[str, int] = {}
         """Round of the instruction for each late reply received in this round, by client."""
         self.health = health or ClientHealth(0, 0, notice)
-        self.scores, self.clock = Scoreboard(), RoundClock()
+        self.scores, self.clock = Scoreboard(headline or Headline()), RoundClock()
         self.rollback = Rollback()
         self.notice = notice
         self._workers = workers
@@ -444,7 +449,8 @@ class RoundClock:
 class Scoreboard:
     """Latest scores of all clients, including clients that did not take part in recent rounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, headline: Headline) -> None:
+        self._headline = headline
         self._scores: ByMetric = {}
         self._outdated: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
@@ -481,7 +487,12 @@ class Scoreboard:
             self._outdated.discard(name)
 
     def write(self, record: RoundRecord) -> None:
-        """Write the scores for all metrics to a record. Statistics exclude outdated scores."""
+        """Write the scores for all metrics to a record. Statistics exclude outdated scores.
+
+        A mean over validation samples estimates the headline score. If the headline belongs to the
+        common test set, on which all samples count equally, clients are weighted with their numbers
+        of validation samples.
+        """
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.tested = {protocol: dict(each) for protocol, each in self._tested.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
@@ -491,7 +502,10 @@ class Scoreboard:
         for metric in by_name:
             lower = metric_of(metric).lower_is_better
             values, old = self._scores[metric], self._outdated
-            record.set_scores(metric, summarize(values, old, lower_is_better=lower))
+            is_common = (self._headline.column(values) or ("",))[0] == "common"
+            weights = self._tested.get(VALIDATION) if is_common else None
+            scores = summarize(values, old, lower_is_better=lower, weights=weights)
+            record.set_scores(metric, scores)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable scores for a checkpoint."""

@@ -117,6 +117,13 @@ class DataSettings(Schema):
         description="fraction of each client's samples held out as a local test split; 0 = none, "
         "which requires a common test set",
     )
+    validation_fraction: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        "auto",
+        description="fraction of each client's training samples held out for validation. Sweeps, "
+        "'early-stopping', and 'keep-best' select on these samples; 0 = none, so they select on "
+        "test data; auto = 0.1 in sweeps and with 'early-stopping' or 'keep-best', or 0 in other "
+        "runs and with [privacy]",
+    )
     image_size: Side = Field(
         0,
         description="imagefolder:DIR, hf:NAME: side length of resized images, in pixels; 0 = no "
@@ -236,6 +243,11 @@ class DataSettings(Schema):
         description="minimum number of labeled samples and of unlabeled samples per client; 0 = no "
         "minimum",
     )
+
+    @property
+    def validation(self) -> float:
+        """Validation fraction, where "auto", which `config.resolve` replaces, counts as 0."""
+        return 0.0 if self.validation_fraction == "auto" else self.validation_fraction
 
     @model_validator(mode="after")
     def _check_together(self) -> DataSettings:
@@ -375,12 +387,13 @@ class RunSettings(Schema):
     early_stopping: CountOrNone = Field(
         0,
         description="patience of early stopping: number of consecutive evaluations without "
-        "improvement of the headline metric, after which the run ends with one more round; 0 = no "
-        "early stopping",
+        "improvement of the headline metric on validation data ('data.validation-fraction'), after "
+        "which the run ends with one more round; 0 = no early stopping",
     )
     keep_best: bool = machine_field(
         False,
-        "whether to also keep the client models from the round with the best headline metric",
+        "whether to also keep the client models from the round with the best headline metric on "
+        "validation data ('data.validation-fraction')",
     )
     metrics: Metrics = machine_field(
         (ACCURACY,),

@@ -374,7 +374,9 @@ _SYNONYMS = {
     "data.data-dir": "data-path data-root dataset-dir root",
     "data.partition": "split partitioner partitioning partition-type iid non-iid",
     "data.alpha": "dirichlet dirichlet-alpha dir-alpha concentration heterogeneity",
-    "data.test-fraction": "test-size test-split test-ratio val-fraction",
+    "data.test-fraction": "test-size test-split test-ratio",
+    "data.validation-fraction": "val-fraction val-size val-split val-ratio validation-split "
+    "validation-size valid-fraction",
     "data.public-dataset": "public public-data proxy-data proxy-dataset",
     "models.pool": "model network net arch architecture architectures backbone",
     "training.local-epochs": "epochs epoch num-epochs local-epoch local-ep",

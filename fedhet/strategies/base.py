@@ -44,6 +44,7 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, evaluate_model
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, by_score_key, count_tested, mean_metrics
+from fedhet.runs.records import Headline
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import (
     NOTHING,
@@ -139,7 +140,7 @@ class HetStrategy(Strategy):
         self._members = Members.of(config, self.data, log.notice, self._code_faults)
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
         health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
-        self.state = RoundState(log.workers, log.notice, health)
+        self.state = RoundState(log.workers, log.notice, health, Headline.of(spec))
         # The codec encodes instructions and decodes replies. The spool stores replies on disk.
         limit = int(engine.max_payload_mb * 1e6)
         self._codec = Codec(
