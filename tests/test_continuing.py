@@ -116,7 +116,7 @@ def test_a_run_whose_accuracy_does_not_rise_ends_early(tmp_path):
     assert sum("round 4 is the last" in text for text in notices.texts) == 1
     last = records(tmp_path / "run")[-1]
     assert last["accuracy"]  # evaluated as a last round is: with the averages that it has made
-    whole = run(stubborn().replacing(rounds=4), tmp_path / "whole")
+    whole = run(stubborn(validation_fraction=0.1).replacing(rounds=4), tmp_path / "whole")
     assert without_times(summary) == without_times(whole)
 
 

@@ -80,7 +80,8 @@ SMALL = [
 def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
     out = tmp_path / "sweep"
     command = ["sweep", "cofed", "cofed.threshold=0,0.5,1", "--seeds", "0,1", "--out", str(out)]
-    result = CliRunner().invoke(app, [*command, *SMALL, "--figures", "pseudolabels,conflicts"])
+    runner = CliRunner(env={"COLUMNS": "200"})
+    result = runner.invoke(app, [*command, *SMALL, "--figures", "pseudolabels,conflicts"])
     assert result.exit_code == 0, result.output
     found = json.loads((out / "sweep.json").read_text())
     assert found["setting"] == "cofed.threshold"
