@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+import struct
 import tempfile
 from dataclasses import replace
 from math import ceil
@@ -220,6 +221,27 @@ def test_a_key_may_be_readable_by_a_group_of_the_process(
     ) as caught:
         read_key(private)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "accepted"),
+    [((2, 4, os.geteuid()), True), ((2, 4, 12345), False), ((2, 0, 12345), True),
+     ((8, 4, 12345), False), ((8, 4, os.getegid()), True)],
+)  # fmt: skip
+def test_a_key_that_an_access_control_list_opens_for_others_is_refused(
+    tmp_path, monkeypatch, entry, accepted
+):
+    private, _ = write_key(tmp_path, "site-0")
+    anyone = 2**32 - 1
+    entries = sorted([(1, 6, anyone), entry, (4, 0, anyone), (16, 4, anyone), (32, 0, anyone)])
+    packed = b"".join(struct.pack("<HHI", *each) for each in entries)
+    lists = {(private, "system.posix_acl_access"): struct.pack("<I", 2) + packed}
+    monkeypatch.setattr(os, "getxattr", lambda *asked: lists[asked], raising=False)
+    if accepted:
+        assert read_key(private)
+        return
+    with pytest.raises(SettingsError, match=r"an access control list\. Use `setfacl -b"):
+        read_key(private)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

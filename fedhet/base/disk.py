@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 import time
 import tomllib
 import zipfile
@@ -42,6 +43,8 @@ MAX_SPARSE_BYTES = 2**28
 MAX_TEMPORARY_AGE = 3600.0
 """Age in seconds after which a temporary file is removed, because its writer was probably
 killed."""
+_ACL_USER, _ACL_GROUP = 2, 8
+"""Tags of access control lists for named users and groups."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
@@ -65,18 +68,35 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         return file.read(status.st_size)
 
 
-def is_secret(status: os.stat_result) -> bool:
-    """Return whether no other user can access a file.
+def is_secret(path: Path) -> bool:
+    """Return whether no other user can access a file. Raises OSError if it does not exist.
 
     A group may read the file if root or this process's user owns it, and if the group is root's or
-    one of this process's groups. Container runtimes provide keys with these modes.
+    one of this process's groups. Container runtimes provide keys with these modes. The same holds
+    for users and groups that an access control list names, as in the credentials of systemd.
     """
+    status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
+    users, groups = {0, os.geteuid()}, {0, os.getegid(), *os.getgroups()}
+    if any(name not in (users if is_user else groups) for is_user, name in _named_readers(path)):
+        return False
     if not mode & 0o077:
         return True
-    is_owned = status.st_uid in (0, os.geteuid())
-    is_member = status.st_gid in (0, os.getegid(), *os.getgroups())
-    return not mode & 0o037 and is_owned and is_member
+    return not mode & 0o037 and status.st_uid in users and status.st_gid in groups
+
+
+def _named_readers(path: Path) -> Iterator[tuple[bool, int]]:
+    """Yield each user (True) and group (False) that a POSIX access control list names, on Linux.
+
+    Entries without permissions are omitted. An entry consists of a tag, permissions, and an id.
+    """
+    try:
+        entries = os.getxattr(path, "system.posix_acl_access")[4:]
+    except (AttributeError, OSError):  # no list, or no such attributes on this system
+        return
+    for tag, permissions, name in struct.iter_unpack("<HHI", entries[: len(entries) // 8 * 8]):
+        if tag in (_ACL_USER, _ACL_GROUP) and permissions:
+            yield tag == _ACL_USER, name
 
 
 def check_secret(path: Path) -> None:
@@ -84,13 +104,16 @@ def check_secret(path: Path) -> None:
 
     `is_secret` states the rule.
     """
-    status = path.stat()
-    if not is_secret(status):
-        mode = stat.S_IMODE(status.st_mode)
-        found = f"mode {mode:o}, user {status.st_uid}, group {status.st_gid}"
+    if not is_secret(path):
+        status = path.stat()
+        found = f"mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}, group "
+        found += f"{status.st_gid}"
+        command = "chmod 600"
+        if any(_named_readers(path)):
+            found, command = f"{found}, and an access control list", "setfacl -b"
         raise SettingsError(
             f"{path}: expected a file that only its owner and this process's groups can read, got "
-            f"{found}. Use `chmod 600 {path}`."
+            f"{found}. Use `{command} {path}`."
         )
 
 

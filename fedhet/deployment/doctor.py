@@ -98,8 +98,8 @@ def check_keys(directory: Path) -> Iterator[Finding]:
         elif is_pair:
             yield from _pair(path)
         is_private = is_pair or (path.is_file() and path.suffix == ".key")
-        if is_private and not is_secret(status := path.stat()):
-            mode, advice = stat.S_IMODE(status.st_mode), f"Use `chmod 600 {path}`."
+        if is_private and not is_secret(path):
+            mode, advice = stat.S_IMODE(path.stat().st_mode), f"Use `chmod 600 {path}`."
             yield error("key", f"{path}: can be read by other users ({mode:o}). {advice}")
         if path.name.endswith(PUBLISHERS):
             yield from _publishers(path)
