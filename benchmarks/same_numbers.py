@@ -61,7 +61,8 @@ RUNS = {
     **{name: f"{name} {OPTIONS.get(name) or models_of(name)}" for name in sorted(shipped_names())},
     # Kinds and sources of data.
     "tables": "felo --dataset breast-cancer --models mlp,mlp2 --set data.min-samples=10",
-    "classical": "cofed --dataset breast-cancer --set cofed.search=none",
+    "classical": "cofed --dataset breast-cancer --models sk-tree,sk-svm,sk-gam,sk-mlp "
+    "--set cofed.search=none",
     "generated": "cofed --dataset breast-cancer --models mlp,mlp2 "
     "--set data.public-dataset=generated --set data.public-samples=60",
     "texts": "felo --dataset text:{data}/text --models text-cnn,text-bag "

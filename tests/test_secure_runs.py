@@ -363,7 +363,7 @@ def test_a_run_continues_without_the_clients_that_are_lost(tmp_path):
         ("start", "after"),
         pytest.param("_ask", "before", marks=pytest.mark.slow),
         ("_ask", "after"),
-        pytest.param("_completed", "after", marks=pytest.mark.slow),
+        pytest.param("_sum", "after", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_is_stopped_at_any_step_resumes_with_the_same_sums(
