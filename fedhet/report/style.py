@@ -247,9 +247,8 @@ class Drawing:
         with _styled(self) as figure:
             for artist in figure.findobj():
                 artist.set_gid(None)  # Ids must be unique, but artists may share a series.
+            _fix_layout(figure, dpi)
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
-            # Keep the layout, because computing it again would take half of the total time.
-            figure.set_layout_engine("none")
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
 
@@ -260,6 +259,7 @@ class Drawing:
         """
         width = COLUMN_WIDTH if self.width <= WIDTH else TEXT_WIDTH
         with _styled(self, width / self.width, PAPER_RC) as figure:
+            _fix_layout(figure)
             dates = {"Creator": "fedhet", "CreationDate": None}
             self._save(figure, folder, "pdf", metadata=dates)
         return folder.path / f"{self.name}.pdf"
@@ -294,6 +294,7 @@ class Drawing:
                     color = f"var({VARIABLES[color]})" if color in VARIABLES else color
                     entry = {"text": name, "value": value, "color": color}
                     legend.setdefault(text, {**entry, "series": series, "look": look})
+            _fix_layout(figure)
             file = io.StringIO()
             metadata = {"Date": None, "Creator": None}
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
@@ -314,6 +315,17 @@ def _styled(drawing: Drawing, scale: float = 1.0, overrides: Any = None) -> Iter
         FigureCanvasAgg(figure)
         drawing.draw(figure)
         yield figure
+
+
+def _fix_layout(figure: Figure, dpi: int = POINTS) -> None:
+    """Compute the layout of a figure at a resolution, and remove its layout engine.
+
+    Matplotlib draws a figure with a layout engine twice whenever it is saved.
+    """
+    if (engine := figure.get_layout_engine()) is not None:
+        figure.set_dpi(dpi)
+        engine.execute(figure)
+        figure.set_layout_engine(None)
 
 
 def _inline(svg: str, alt: str, description: str) -> Markup:
