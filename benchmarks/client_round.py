@@ -45,7 +45,7 @@ def parts_of(client: HetClient, round: int) -> dict[str, Callable[[], object]]:
     """Return the steps of a client's round, by name."""
     return {
         "restore": lambda: client.state.restore("benchmark", round),
-        "train": lambda: client._train(round, Knowledge()),
+        "train": lambda: client._train("benchmark", round, Knowledge()),
         "save": lambda: client.state.save(round),
         "evaluate": lambda: client.evaluation(Knowledge()),
     }

@@ -201,7 +201,7 @@ def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
     labels[:30] = np.resize(plain.space, 30)
     for round, sent in ((1, PREDICT), (2, Knowledge({"labels": labels}, {"predict": False}))):
         for client in (plain, searching):
-            client._train(round, sent)
+            client._train("run", round, sent)
         one, other = (c.models["private"].state_dict() for c in (plain, searching))
         assert all(torch.equal(one[name], other[name]) for name in one), round
     assert "search.lr" in searching.state.metadata

@@ -214,13 +214,11 @@ class Masking:
             for part in layout.parts:
                 value = values[part.name]
                 if part.kind == "integer" or not is_finite:
-                    told = self._instruction.get(part.name)
-                    is_comparable = (
-                        told is not None
-                        and (told.shape, told.dtype) == (value.shape, value.dtype)
-                        and np.isfinite(told).all()
-                    )
-                    values[part.name] = told if is_comparable else np.zeros_like(value)
+                    zeros = np.zeros_like(value)
+                    told = self._instruction.get(part.name, zeros)
+                    is_comparable = (told.shape, told.dtype) == (value.shape, value.dtype)
+                    is_usable = is_comparable and np.isfinite(told).all()
+                    values[part.name] = told if is_usable else zeros
                 if part.kind == "totals":
                     values[part.name] = np.full_like(value, self._weight)
             vector = layout.encode(values, self._weight, self._peers.max_weight, rows)
