@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import itertools
 import json
 import re
 import tomllib
@@ -29,7 +30,8 @@ from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLES = MEASURED.parent / "tables"
-KEYS = {"paper", "table", "size", "claim", "verdict"}
+PRESETS = MEASURED.parents[1] / "presets"
+KEYS = {"paper", "table", "size", "data", "claim", "verdict"}
 VERDICTS = {"holds", "not-told-apart", "does-not-hold", "not-measured"}
 
 
@@ -212,6 +214,31 @@ def cells(line):
     return [html.unescape(re.sub(r"\\(.)", r"\1", part)) for part in parts]
 
 
+def data_of(content, source):
+    """Return the names of the datasets of a table, in the order of its rows and columns."""
+    size, chosen = content["size"], content["settings"].get("data.dataset")
+    places = source["rows"], source["columns"]
+    found = []
+    for row, column in itertools.product(*places):
+        if size not in row.get("sizes", [size]) or size not in column.get("sizes", [size]):
+            continue
+        parts = [source["sizes"][size]]
+        for line in (column, row):
+            parts += [line.get("every", {}), line.get(size, {})]
+        for place in source.get("places", []):
+            if place["name"] == row["name"] and column["name"] in place["columns"]:
+                parts += [place.get("every", {}), place.get(size, {})]
+        name = "digits"
+        for part in parts:
+            for preset_name in filter(None, part.get("preset", "").split(",")):
+                preset = tomllib.loads((PRESETS / f"{preset_name}.toml").read_text())
+                name = preset.get("data", {}).get("dataset", preset.get("data.dataset", name))
+            name = part.get("settings", {}).get("data.dataset", name)
+        short = (chosen or name).replace("/", ":").split(":")[-1]
+        found.append("adult" if short == "DIR" else short)  # cofed-adult
+    return ", ".join(dict.fromkeys(found))
+
+
 def section(result):
     """Return the section of a table on its paper's page."""
     page = (DOCS / "tables" / f"{paper_of(result.table)}.md").read_text()
@@ -244,7 +271,10 @@ def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
     for claim in claims_of(result.table):
         outcomes = [outcome_of(c) for c in content["comparisons"] if c["claim"] == claim]
         verdict = WORDS[verdict_of(outcomes)]
-        assert any(cells(f"|{line}|")[0].startswith(f"- {claim}: **{verdict}**") for line in lines)
+        on = "" if verdict == "not measured" else f" on {data_of(content, source)} ("
+        assert any(
+            cells(f"|{line}|")[0].startswith(f"- {claim}: **{verdict}**{on}") for line in lines
+        )
     if len(content["cells"]) > (6 if result.size == "tiny" else 30):
         assert f"`fedhet table {result.table} --show` prints the rows." in lines
         return
@@ -302,7 +332,7 @@ def test_the_pages_follow_the_data(tmp_path, folder):
 
     results, felo = texts()
     assert "| felo | small | 1 of 3 | 3 | 0 | 0 | 1 | 2 |" in results
-    assert f"- {first}: **does not hold** (1/0/1)." in felo
+    assert f"- {first}: **does not hold** on fashion-mnist (1/0/1)." in felo
     write(folder, "small", (0, "holds"), settings={"rounds": 3})
     results, felo = texts()
     assert "| felo | small | 1 of 3 | 3 | 1 | 0 | 0 | 2 |" in results
@@ -318,7 +348,8 @@ def test_a_finished_table_is_shown_in_full(folder):
     assert text.count("2 seeds, 359 test samples.") == 1
     assert text.count("2 seeds, unknown number of test samples.") == 1
     assert "fedhet table felo-2 --size small --seeds 0,1" in text
-    assert f"does not hold: {claims_of('felo-2')[0]}" in text
+    assert f"does not hold on fashion-mnist: {claims_of('felo-2')[0]}" in text
+    assert f"holds on digits: {claims_of('felo-2')[0]}" in text
     assert "The first two columns are for CIFAR-10 in the paper." in text
 
 

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
+from fedhet.experiments.claims import MEASURED, pages
 from fedhet.experiments.field import (
+    FieldRecord,
     collect,
     costs,
     critical,
@@ -25,10 +27,11 @@ from fedhet.experiments.field import (
     matrix,
     ranked,
     ranks,
+    recommendations,
     write_latex,
 )
 from fedhet.experiments.plan import SIZES, plan_field, read_field
-from fedhet.methods.registry import all_methods
+from fedhet.methods.registry import all_methods, find_method
 from fedhet.models import build
 from fedhet.report.tables import Cells
 
@@ -346,3 +349,99 @@ def test_the_csv_has_the_numbers_of_the_runs(tmp_path):
     assert float(row["personal"]) == found["accuracy"]["personal"]["global"]["mean"]
     assert float(row["common"]) == found["accuracy"]["common"]["global"]["mean"]
     assert float(row["bytes"]) == found["bytes_up"] + found["bytes_down"]
+
+
+# Recommendations in docs/methods.md
+
+
+DOCS = MEASURED.parents[2] / "docs"
+RECORD = json.loads((MEASURED / "field-tiny.json").read_text())
+
+
+def accuracies(method, protocol, pools):
+    """Return the accuracy of each run by cell and seed, in percent, from the record."""
+    runs = {}
+    for row in RECORD["rows"]:
+        run = dict(zip(RECORD["columns"], row, strict=True))
+        if run["method"] == method and run["architectures"] in pools:
+            runs[run["architectures"], run["split"], run["seed"]] = 100 * run[protocol]
+    return runs
+
+
+def difference_of(method, protocol, pools):
+    """Return the mean difference to local, its standard error, and the interval's half width."""
+    ours, local = (accuracies(name, protocol, pools) for name in (method, "local"))
+    if ours.keys() != local.keys():
+        return None
+    values = np.array([ours[cell] - local[cell] for cell in local])
+    count = [
+        run[f"test samples, {protocol}"]
+        for run in (dict(zip(RECORD["columns"], row, strict=True)) for row in RECORD["rows"])
+        if run["method"] in (method, "local") and run["architectures"] in pools
+    ]
+    n, d = min(count), abs(values.mean()) / 100
+    floor = 100 * math.sqrt((n * d + 1 - (n * d) ** 2 / (n + 2)) / (n + 2) ** 2)
+    seed = values.std(ddof=1) / math.sqrt(len(values))
+    error = math.hypot(seed, floor)
+    degrees = error**4 / (seed**4 / (len(values) - 1) + floor**4 / (n - 1))
+    return values.mean(), error, stats.t.ppf(0.975, degrees) * error
+
+
+def rows_of(page):
+    text = (DOCS / page).read_text().split("<!-- make reference, measured -->")[1]
+    text = text.split("<!-- end -->")[0]
+    return [[c.strip() for c in r.split("|")[1:-1]] for r in text.splitlines() if r[:1] == "|"][2:]
+
+
+def needs(method, field):
+    return getattr(find_method(method).spec, field)
+
+
+@pytest.mark.parametrize("row", rows_of("methods.md"), ids=lambda row: f"{row[0]}, {row[1]}")
+def test_recommended_methods_are_better_than_local_beyond_the_noise(row):
+    situation, protocol, text, noisy, better, count = row
+    pools = ("homogeneous",) if situation.startswith("one") else ("three", "nine")
+    public = not re.search("no public data", situation)
+    candidates = {
+        name
+        for name in {run[0] for run in RECORD["rows"]} - {"local", "central", "um-pfssl"}
+        if needs(name, "needs_public") == public
+    }
+    if "without weights" in situation:
+        contracts = ("instructions", "replies")
+        candidates = {n for n in candidates if not any(needs(n, c).weights for c in contracts)}
+    found = {name: difference_of(name, protocol, pools) for name in sorted(candidates)}
+    clear = {name: d for name, d in found.items() if d and d[0] > d[2]}
+    first = sorted(clear, key=lambda name: -clear[name][0])[:3]
+    expected = [f"{n} {clear[n][0]:+.1f} ± {clear[n][1]:.1f}" for n in first]
+    assert text == (", ".join(expected) or "local (no method is clearly better)")
+    assert better == f"{len(clear)} of {sum(d is not None for d in found.values())}"
+    least = max((d[0] for d in clear.values()), default=0)
+    larger = {n for n, d in found.items() if d and d[0] > least and n not in clear}
+    named = {part.split()[0] for part in noisy.split(", ")} - {"—", "–"}
+    assert named <= larger
+    assert len(named) == min(2, len(larger))
+    assert int(count) == 3 * len(pools) * len(RECORD["seeds"])
+
+
+def test_generated_pages_are_in_step_with_the_record():
+    for path, text in pages(DOCS.parent).items():
+        assert path.read_text() == text, f"{path}: run `python -m fedhet.experiments.claims`"
+
+
+def test_a_table_of_equal_methods_recommends_none(tmp_path):
+    results = made(tmp_path, {"local": 0.7, "felo": 0.7, "fedmd": 0.7, "fedavg": 0.2})
+    for row in recommendations(results).rows:
+        assert row[2].text == "local (no method is clearly better)"
+        assert row[4].text.startswith("0 of ")
+
+
+def test_a_record_has_the_numbers_of_the_runs(tmp_path):
+    results = made(tmp_path, {"local": 0.5, "felo": 0.7})
+    record = FieldRecord.model_validate_json(FieldRecord.of(results).to_json())
+    for name, cell in itertools.product(("local", "felo"), CELLS):
+        for measure in ("personal", "common", "bytes"):
+            expected = results.by_seed(name, cell, measure)
+            found = record.results.by_seed(name, cell, measure)
+            assert [*found.index] == [*expected.index]
+            np.testing.assert_allclose(found, expected, rtol=1e-5)

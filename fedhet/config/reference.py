@@ -103,15 +103,18 @@ def reference(root: Path) -> dict[Path, str]:
     }
 
 
-def with_part(path: Path, part: str, paper: str = "") -> str:
-    """Return a page's text with a new generated part. If the page is new, it cites `paper`."""
+def with_part(path: Path, part: str, paper: str = "", begin: str = BEGIN) -> str:
+    """Return a page's text with a new generated part after the mark `begin`.
+
+    If the page is new, it cites `paper`.
+    """
     page = f"# {path.stem}\n\n{BEGIN}{END}\n"
     if path.exists():
         page = path.read_text(encoding="utf-8")
     elif paper:
         page = f"# {path.stem}\n\n{paper}.\n\n{BEGIN}{END}\n\n## Results\n\nNot measured yet.\n"
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{part}\n{END}{rest.partition(END)[2]}"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{part}\n{END}{rest.partition(END)[2]}"
 
 
 def _index(methods: Iterable[Method], prefix: str, *, brief: bool = False) -> str:

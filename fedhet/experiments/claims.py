@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fedhet.base.errors import StateError
 from fedhet.config.reference import with_part
+from fedhet.experiments.field import FieldRecord, page_parts
 from fedhet.experiments.paper import Comparison, TableResult, cells
 from fedhet.experiments.plan import (
     FIELD,
@@ -37,6 +38,8 @@ from fedhet.runs.directory import read_validated
 
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """Directory of the finished tables that are included in fedhet."""
+MEASURED_PART = "<!-- make reference, measured -->"
+"""Start of a generated part with measurements, in a page that may have other generated parts."""
 USUAL_HARDWARE = {
     "Two cores of an AMD EPYC.": "",
     "Two cores of an AMD EPYC (AVX-512), bfloat16.": "In bfloat16.",
@@ -109,6 +112,14 @@ class TestedClaim:
         """Verdict on the claim, one of `VERDICTS` (see `verdict_of`)."""
         return verdict_of(self.counts)
 
+    def on_data(self, bold: str = "") -> str:
+        """Return the verdict with the data on which it is based, e.g. "holds on digits".
+
+        The paper's numbers are often for other data. `bold` surrounds the verdict.
+        """
+        on = "" if self.verdict == "not-measured" else f" on {self.result.data}"
+        return f"{bold}{WORDS[self.verdict]}{bold}{on}"
+
 
 def verdict_of(outcomes: Collection[str]) -> str:
     """Return the verdict on a claim from the outcomes of its comparisons.
@@ -174,7 +185,19 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
         },
     }
     paths = {root / "docs" / name: part for name, part in parts.items()}
-    return {path: with_part(path, part) for path, part in paths.items() if path.exists()}
+    texts = {path: with_part(path, part) for path, part in paths.items() if path.exists()}
+    for name, part in field_parts(folder).items():
+        if (path := root / "docs" / name).exists():
+            texts[path] = with_part(path, part, begin=MEASURED_PART)
+    return texts
+
+
+def field_parts(folder: Path = MEASURED) -> dict[str, str]:
+    """Return the generated parts of the pages about the table of all methods, by page."""
+    path = folder / f"{FIELD}-tiny.json"
+    if not path.exists():
+        return {}
+    return page_parts(read_validated(path, FieldRecord).results, "digits")
 
 
 def paper_part(results: Sequence[TableResult]) -> str:
@@ -198,7 +221,7 @@ def _section(result: TableResult) -> str:
         tally = "/".join(str(claim.counts[outcome]) for outcome in OUTCOMES[:3])
         if missing := claim.counts["not measured"]:
             tally += f", {missing} not measured"
-        claims.append(f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({tally}).")
+        claims.append(f"- {escape_markdown(claim.says)}: {claim.on_data('**')} ({tally}).")
     digits = 1 if table.unit == "percent" else 2
     listed = {name: value for name, value in result.settings.items() if name not in UNLISTED}
     is_default = result.seeds == USUAL_SEEDS and not listed

@@ -99,7 +99,7 @@ def table_command(
         bool,
         typer.Option(
             "--json",
-            help="Print the claims as a JSON list of {paper, table, size, claim, verdict}.",
+            help="Print the claims as a JSON list of {paper, table, size, data, claim, verdict}.",
         ),
     ] = False,
 ) -> None:

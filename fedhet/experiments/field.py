@@ -7,20 +7,33 @@ imported only when ranks are computed.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from pydantic import BaseModel, Field
 
 from fedhet.base.disk import Folder, write_text
-from fedhet.experiments.plan import FIELD, FieldPlan, Place, about, command_of, finished_run
+from fedhet.experiments.plan import (
+    FIELD,
+    FieldPlan,
+    Place,
+    Size,
+    about,
+    command_of,
+    finished_run,
+    plan_field,
+    read_field,
+)
 from fedhet.methods.registry import find_method
 from fedhet.report.comparison import Spread
-from fedhet.report.differences import samples_text
+from fedhet.report.differences import Difference, samples_text
 from fedhet.report.page import render
 from fedhet.report.run import Run
 from fedhet.report.tables import (
@@ -34,7 +47,8 @@ from fedhet.report.tables import (
     mean_cell,
     tabular,
 )
-from fedhet.runs.records import NAN, PROTOCOLS
+from fedhet.runs.directory import read_if_exists
+from fedhet.runs.records import NAN, PROTOCOLS, Origin
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus
 
 OWN = "private"
@@ -72,6 +86,12 @@ RANKS = (
     f'difference at the level {ALPHA:g}. "Seeds apart": the critical difference if seeds counted '
     "as independent data sets. p: p-value of Friedman's test of equal methods."
 )
+DIFFERENCES = (
+    "Difference in accuracy to local, in percentage points, with one architecture (three cells) "
+    "and with several architectures (six cells). ±: standard error over runs (cells and seeds) and "
+    "test samples. "
+    f"{MARK}: the 95 % confidence interval (Student's t) excludes zero."
+)
 COST = (
     "Means over the cells and seeds in which the method runs. To 90 %: until the accuracy first "
     "reaches 90 % of that of central in the same cell and seed, with the number of runs that reach "
@@ -96,6 +116,8 @@ class Ranking:
     """Critical difference between two mean ranks (Demšar, Section 3.2.2)."""
     critical_by_seed: float
     """Critical difference if each seed in a cell counted as an independent dataset."""
+    spread: pd.Series = field(repr=False)
+    """Standard deviation of each method's ranks over the cells."""
 
     def behind(self, method: str) -> bool:
         """Return whether a method is significantly worse than the best method."""
@@ -119,9 +141,11 @@ def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
     count, cells = known.shape[1], len(known)
     if count < 3 or cells < 2:
         return None
-    ranks = known.rank(axis="columns", ascending=False).mean().sort_values(kind="stable")
+    each = known.rank(axis="columns", ascending=False)
+    ranks = each.mean().sort_values(kind="stable")
     p = float(stats.friedmanchisquare(*(known[name] for name in known)).pvalue)
-    return Ranking(ranks, cells, p, critical(count, cells), critical(count, cells * seeds))
+    differences = critical(count, cells), critical(count, cells * seeds)
+    return Ranking(ranks, cells, p, *differences, spread=each.std())
 
 
 def critical(methods: int, cells: int) -> float:
@@ -146,6 +170,10 @@ class FieldResults:
     plan: FieldPlan
     runs: pd.DataFrame
     """One row per finished run: method, architectures, split, seed, and measurements."""
+    made: str = ""
+    """Date on which the last run started, as YYYY-MM-DD."""
+    hardware: str = ""
+    """Machine on which the runs were executed, as entered by hand."""
 
     @property
     def finished(self) -> int:
@@ -187,6 +215,212 @@ class FieldResults:
         return rankings
 
 
+BASELINE = "local"
+MAX_RECOMMENDED = 3
+"""Maximum number of methods that a row of `recommendations` names."""
+MAX_UNCLEAR = 2
+"""Maximum number of methods within noise that a row of `recommendations` names."""
+
+
+class FieldRecord(BaseModel, frozen=True, extra="forbid"):
+    """Measurements of the table of all methods, stored in field-SIZE.json."""
+
+    size: Size
+    seeds: list[int] = Field(min_length=1)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings that override the table's settings in all runs."""
+    made: str = ""
+    hardware: str = ""
+    columns: list[str]
+    """Names of the measurements in `rows`."""
+    rows: list[list[str | float | None]]
+    """One row per finished run."""
+
+    @classmethod
+    def of(cls, results: FieldResults) -> FieldRecord:
+        """Return the record of the results."""
+        plan, runs = results.plan, results.runs
+        rows: list[list[str | float | None]] = [
+            [None if isinstance(v, float) and math.isnan(v) else _short(v) for v in row]
+            for row in runs.itertuples(index=False)
+        ]
+        return cls(
+            size=plan.size,
+            seeds=[*plan.seeds],
+            settings=dict(plan.over),
+            made=results.made,
+            hardware=results.hardware,
+            columns=[*runs.columns],
+            rows=rows,
+        )
+
+    @property
+    def results(self) -> FieldResults:
+        """Results of the recorded runs, for all methods that have run."""
+        runs = pd.DataFrame(self.rows, columns=self.columns)
+        methods = [*dict.fromkeys(runs["method"])]
+        plan = plan_field(read_field(), self.size, methods, self.seeds, Path(), self.settings)
+        return FieldResults(plan, runs, self.made, self.hardware)
+
+    def to_json(self) -> str:
+        """Serialize to JSON, with one line per run."""
+        short = json.dumps(self.model_dump(exclude={"rows"}), indent=1).removesuffix("\n}")
+        lines = ",\n  ".join(json.dumps(row) for row in self.rows)
+        return f'{short},\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
+def _short(value: str | float) -> str | float:
+    """Return a measurement with at most six significant digits."""
+    return value if isinstance(value, str | int) else float(f"{value:.6g}")
+
+
+def difference(
+    results: FieldResults, method: str, protocol: str, cells: Sequence[Place]
+) -> Difference:
+    """Return the difference in accuracy between a method and local training, in points.
+
+    The difference is paired by run, i.e. by cell and seed. The errors are those of
+    `fedhet.report.differences`, with runs instead of seeds. They include the differences between
+    partitions. The result is NaN unless both methods have finished all seeds in all cells.
+    """
+    runs: dict[str, list[float]] = {method: [], BASELINE: []}
+    samples = []
+    for name, cell in product(runs, cells):
+        values = results.by_seed(name, cell, protocol)
+        runs[name] += [100 * values.get(seed, NAN) for seed in results.plan.seeds]
+        samples += [*results.by_seed(name, cell, TESTED[protocol]).dropna()]
+    ours, baseline = (pd.Series(each, dtype=float) for each in runs.values())
+    if (ours - baseline).isna().any():
+        return Difference()
+    return Difference.of(ours, baseline, min(samples, default=None), 100.0)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Row of `recommendations`: clients for which methods are compared with local training."""
+
+    says: str
+    architectures: tuple[str, ...]
+    """Model pools of the cells."""
+    public: bool
+    """Whether public data exists. Methods that need it are compared only if it does."""
+    without_weights: bool = False
+    """Whether only methods whose messages contain no weights of models are compared."""
+
+    def cells(self, plan: FieldPlan) -> list[Place]:
+        """Return the cells with the model pools of this situation."""
+        return [cell for cell in plan.cells if cell[0] in self.architectures]
+
+    def admits(self, method: str) -> bool:
+        """Return whether a method is compared in this situation."""
+        spec = find_method(method).spec
+        weights = bool(spec.instructions.weights or spec.replies.weights)
+        own_data = spec.needs_unlabeled or spec.simulation_only or method == BASELINE
+        return not (
+            own_data or spec.needs_public != self.public or (self.without_weights and weights)
+        )
+
+
+SEVERAL = ("three", "nine")
+SITUATIONS = (
+    Situation("one architecture, no public data", ("homogeneous",), public=False),
+    Situation("several architectures, no public data", SEVERAL, public=False),
+    Situation(
+        "several architectures, no public data, messages without weights",
+        SEVERAL,
+        public=False,
+        without_weights=True,
+    ),
+    Situation("one architecture, public data", ("homogeneous",), public=True),
+    Situation("several architectures, public data", SEVERAL, public=True),
+)
+
+
+def recommendations(results: FieldResults) -> Cells:
+    """Build the table of the methods to try first, by situation and by test set.
+
+    A row names the methods with the largest difference to local training whose confidence interval
+    is above zero, each with the difference and its standard error. A separate column names methods
+    with an even larger difference that is within noise, which more seeds may confirm.
+    """
+    rows = []
+    for situation, protocol in product(SITUATIONS, PROTOCOLS):
+        cells = situation.cells(results.plan)
+        admitted = [name for name in results.ranked_methods if situation.admits(name)]
+        each = {name: difference(results, name, protocol, cells) for name in admitted}
+        found = {name: d for name, d in each.items() if not math.isnan(d.mean)}
+        better = [name for name in found if found[name].outcome() == "holds"]
+        better.sort(key=lambda name: -found[name].mean)
+        texts = [f"{name} {_points(found[name])}" for name in better[:MAX_RECOMMENDED]]
+        text = ", ".join(texts) or f"{BASELINE} (no method is clearly better)"
+        least = max((found[name].mean for name in better), default=0.0)
+        unclear = [n for n in found if found[n].mean > least and n not in better]
+        unclear.sort(key=lambda name: -found[name].mean)
+        noisy = ", ".join(f"{n} {_points(found[n])}" for n in unclear[:MAX_UNCLEAR]) or ABSENT
+        runs = len(cells) * len(results.plan.seeds)
+        count = f"{len(better)} of {len(found)}"
+        rows.append((situation.says, protocol, text, noisy, count, runs))
+    above, noise = f"points above {BASELINE}", "larger, but within noise"
+    titles = ("situation", "test set", above, noise, "better", "runs")
+    return Cells(
+        {title: [Cell(str(row[i])) for row in rows] for i, title in enumerate(titles)}, words=3
+    )
+
+
+def differences(results: FieldResults) -> Cells:
+    """Build the table of differences to local training, by test set and by number of models."""
+    names = [name for name in results.ranked_methods if name != BASELINE]
+    columns: dict[str, Sequence[Cell]] = {"method": [Cell(name) for name in names]}
+    for protocol, pools in product(PROTOCOLS, (("homogeneous",), SEVERAL)):
+        cells = [cell for cell in results.plan.cells if cell[0] in pools]
+        found = [difference(results, name, protocol, cells) for name in names]
+        title = f"{protocol}, {'one' if len(pools) == 1 else 'several'}"
+        columns[title] = [
+            Cell(ABSENT, math.nan)
+            if math.isnan(each.mean)
+            else Cell(f"{_points(each)}{MARK if each.is_clear else ''}", each.mean)
+            for each in found
+        ]
+    return Cells(columns)
+
+
+def _points(found: Difference) -> str:
+    return f"{found.mean:+.1f} ± {found.se:.1f}".replace("-", "\N{MINUS SIGN}")
+
+
+def page_parts(results: FieldResults, says: str) -> dict[str, str]:
+    """Return the generated parts of docs/methods.md and docs/tables/field.md.
+
+    `says` describes the data in one word.
+    """
+    plan = results.plan
+    source = (
+        f"(`{command_of(plan)}`, {results.finished} runs on {says}, "
+        f"{results.hardware}, {results.made}.)\n"
+    )
+    traffic = costs(results)
+    by_method = dict(zip([c.text for c in traffic.columns["method"]], traffic.rows, strict=True))
+    table = ranks(results, spread=True)
+    names = [cell.text for cell in table.columns["method"]]
+    shown = Cells(
+        {
+            **table.columns,
+            **{
+                title: [by_method[n][list(traffic.columns).index(title)] if n in by_method
+                        else Cell("") for n in names]
+                for title in ("bytes",)
+            },
+        }
+    )  # fmt: skip
+    return {
+        "methods.md": f"{markdown(recommendations(results))}\n{source}",
+        "tables/field.md": "\n".join(
+            [source, markdown(shown), f"{RANKS} ±: standard deviation of the ranks over cells.\n",
+             f"{DIFFERENCES}\n", markdown(differences(results))]
+        ),
+    }  # fmt: skip
+
+
 def collect(plan: FieldPlan) -> FieldResults:
     """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     rows: list[dict[str, Value]] = []
@@ -206,7 +440,9 @@ def collect(plan: FieldPlan) -> FieldResults:
         measured = _measured(run, ceilings.get((each.cell, seed), {}))
         place: dict[str, Value] = {"architectures": each.cell[0], "split": each.cell[1]}
         rows.append({"method": each.method, **place, "seed": seed, **measured})
-    return FieldResults(plan, pd.DataFrame(rows))
+    origins = [read_if_exists(path / "run.json", Origin) or Origin() for _, _, path in done]
+    made = max((origin.started for origin in origins), default="")[: len("2026-11-24")]
+    return FieldResults(plan, pd.DataFrame(rows), made)
 
 
 def kind_of(run: Run, protocol: str) -> str:
@@ -257,10 +493,12 @@ def _accuracies(run: Run) -> dict[str, Value]:
 
 
 def write_field(results: FieldResults, out: Path) -> Path:
-    """Write field-SIZE.md, .html, and .csv to a directory. Return the path of the HTML file."""
+    """Write field-SIZE.md, .html, .csv, .json to a directory. Return the path of the HTML file."""
     plan = results.plan
     stem = f"{FIELD}-{plan.size}"
     write_text(out / f"{stem}.md", as_markdown(results))
+    if results.finished:
+        write_text(out / f"{stem}.json", FieldRecord.of(results).to_json())
     with Folder(out).replacing(f"{stem}.csv") as path:
         results.runs.to_csv(path, index=False)
     matrices = {
@@ -351,11 +589,12 @@ def every(results: FieldResults) -> Cells:
     return Cells(columns, words=4)
 
 
-def ranks(results: FieldResults) -> Cells:
+def ranks(results: FieldResults, *, spread: bool = False) -> Cells:
     """Build the table of the methods' mean ranks, with one column per protocol and scope.
 
     A scope is all cells, or the cells of one set of architectures. The methods are sorted by their
-    mean ranks in the first column.
+    mean ranks in the first column. With `spread`, the table shows the standard deviation of a
+    method's ranks over the cells.
     """
     rankings = results.rankings
     leading = next(iter(rankings.values())).ranks.index if rankings else []
@@ -365,7 +604,8 @@ def ranks(results: FieldResults) -> Cells:
     for (protocol, scope), ranking in rankings.items():
         values = (ranking.critical, ranking.critical_by_seed, ranking.p)
         shown = [
-            Cell(f"{ranking.ranks[name]:.2f}{f' {MARK}' if ranking.behind(name) else ''}",
+            Cell(f"{ranking.ranks[name]:.2f}{f' ± {ranking.spread[name]:.1f}' if spread else ''}"
+                 f"{f' {MARK}' if ranking.behind(name) else ''}",
                  float(ranking.ranks[name]))
             if name in ranking.ranks else Cell(ABSENT, math.nan)
             for name in methods

@@ -174,7 +174,7 @@ def show_tables(word: str, folder: Path | None, default: Path) -> None:
         say(" ".join(filter(None, (result.made, result.hardware, result.command))))
         show_result(result, table)
         for claim in claims.claims_in([result]):
-            say(f"{claims.WORDS[claim.verdict]}: {claim.says}")
+            say(f"{claim.on_data()}: {claim.says}")
         for note in (*table.notes, *filter(None, [result.remark])):
             say(f"- {note}")
 
@@ -193,7 +193,7 @@ def show_claims(folder: Path | None, default: Path, *, as_json: bool) -> None:
     if as_json:
         listed = [
             {"paper": each.paper, "table": each.result.table, "size": each.result.size,
-             "claim": each.says, "verdict": each.verdict}
+             "data": each.result.data, "claim": each.says, "verdict": each.verdict}
             for each in tested
         ]  # fmt: skip
         say(json.dumps(listed, ensure_ascii=False))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,8 @@ from fedhet.experiments.plan import (
     Size,
     as_options,
     finished_run,
+    plan,
+    read_table,
 )
 from fedhet.report.comparison import smallest
 from fedhet.report.differences import OUTCOMES, Difference, sample_error, samples_text
@@ -42,6 +46,7 @@ from fedhet.report.tables import (
 from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import NAN, Origin, Summary
 from fedhet.runs.units import plural
+from fedhet.settings.run import RunSettings
 
 KIB = 1024.0
 COLUMNS = (
@@ -143,6 +148,18 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     def file_name(self) -> str:
         """Name of the file that contains this result."""
         return f"{self.table}-{self.size}.json"
+
+    @cached_property
+    def data(self) -> str:
+        """Names of the datasets on which the verdicts are based, e.g. "digits, breast-cancer"."""
+        planned = plan(self.table, read_table(self.table), self.size, [0], Path(), self.settings)
+        default = RunSettings.fields()["data.dataset"].get_default()
+        names = (str(run.values.get("data.dataset", default)) for run in planned.runs)
+        # A source such as imagefolder:data/cifar10 is named after its directory. The directory is
+        # DIR if every user chooses it; the table is then named after the dataset.
+        short = (re.split(r"[:/]", name)[-1] for name in names)
+        unnamed = self.table.partition("-")[2]
+        return ", ".join(dict.fromkeys(unnamed if name == "DIR" else name for name in short))
 
     @property
     def command(self) -> str:
@@ -524,7 +541,7 @@ def claims(result: TableResult) -> Cells:
             "test samples": [
                 Cell("–" if each.test_samples is None else str(each.test_samples)) for each in found
             ],
-            "holds?": [Cell(each.outcome) for each in found],
+            f"holds on {result.data}?": [Cell(each.outcome) for each in found],
         },
         words=2,
     )

@@ -43,7 +43,7 @@ SPEC = replace(
     fedmd.SPEC,
     title="sharpened mean of soft labels on unlabeled public data; server model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
-    paper_model="the clients' models; the server's model is the kind `server`",
+    paper_model="the server's model (kind `server`); a client deploys its own model",
     settings=DsFlSettings,
     model_settings={"server_model": "model"},
     without_classes={"loss": ("mse", "mae"), "aggregation": ("sa",), "temperature": (0.1,)},

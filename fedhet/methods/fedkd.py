@@ -55,7 +55,7 @@ SPEC = replace(
     paper="Wu et al., Communication-efficient federated learning via knowledge distillation",
     headline="personal",
     deployed=OWN_MODEL,
-    paper_model="a client keeps its mentor, the larger of its two models",
+    paper_model="each client's mentor, in the authors' code (run.py, test)",
     # Squared errors approach 0, so gradients through the denominators would dominate.
     without_classes={"intensity_learned": (False,)},
     settings=FedKdSettings,

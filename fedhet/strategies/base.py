@@ -24,7 +24,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from torch import nn
 
-from fedhet.base.arrays import Array, check_dtypes
+from fedhet.base.arrays import Array, check_dtypes, group
 from fedhet.base.errors import (
     DataError,
     FedhetError,
@@ -98,6 +98,12 @@ class ServerModel:
     evaluates the model."""
     needs_extractor: bool = False
     """Whether the model maps features of a client's extractor, so that only clients can use it."""
+
+    @classmethod
+    def of_learner(cls, config: Config, state: Mapping[str, Array]) -> ServerModel:
+        """Return the model of a `Learner` whose architecture is the setting `server_model`."""
+        settings: Any = config.method_settings
+        return cls(group(state, "model"), settings.server_model, field="")
 
 
 class HetStrategy(Strategy):

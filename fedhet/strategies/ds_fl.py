@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.consensus import entropy_reduced, mean_scores
 from fedhet.algorithms.distillation import digest_losses
-from fedhet.base.arrays import Array, group
+from fedhet.base.arrays import Array
 from fedhet.config.resolve import Config
 from fedhet.methods.ds_fl import SPEC, DsFlSettings
 from fedhet.server.learner import Learner
@@ -84,6 +83,4 @@ class DsFlStrategy(FedMdStrategy):
         cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
     ) -> Mapping[str, ServerModel]:
         """Return the server model."""
-        settings: Any = config.method_settings
-        name = settings.server_model
-        return {"server": ServerModel(group(state, "model"), name, field="")}
+        return {"server": ServerModel.of_learner(config, state)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -147,9 +146,7 @@ class FedGemsStrategy(HetStrategy):
         cls, config: Config, directory: Path, state: Mapping[str, Array], client: ClientInfo
     ) -> Mapping[str, ServerModel]:
         """Return the server model."""
-        settings: Any = config.method_settings
-        name = settings.server_model
-        return {"server": ServerModel(group(state, "model"), name, field="")}
+        return {"server": ServerModel.of_learner(config, state)}
 
     def _prepare(self) -> None:
         """Split the samples according to the self-evaluation, and request the samples in S3."""
