@@ -24,6 +24,7 @@ from torch import nn
 
 from fedhet.base.errors import DataError, FedhetError, ModelError, StateError
 from fedhet.cli.example import write_example
+from fedhet.cli.results import csv_text
 from fedhet.client_runtime.node import read_node
 from fedhet.inference.client import clients_in, open_client, read_inputs, samples_for
 from fedhet.inference.export import FORMATS, Encoder, export
@@ -563,6 +564,12 @@ def test_a_model_that_cannot_be_traced_is_one_line(trained, tmp_path):
     with pytest.raises(FedhetError, match="cannot export model 'mlp' as pt2") as fault:
         export(client, "pt2", tmp_path / "m.pt2")
     assert "\n" not in str(fault.value)
+
+
+def test_no_name_in_a_csv_file_is_a_formula():
+    names = ["=HYPERLINK(1)", "@SUM(1)", "+cmd", "-x", "-1", "+2.5e3", "cat", "a=b"]
+    expected = ["'=HYPERLINK(1)", "'@SUM(1)", "'+cmd", "'-x", "-1", "+2.5e3", "cat", "a=b"]
+    assert [csv_text(name) for name in names] == expected
 
 
 def test_the_commands(trained, images, call, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -249,11 +250,11 @@ def predict_command(
     described = model_line(trained, kind)
     is_class = isinstance(predictions, Predictions)
     if csv:
-        frame = predictions.to_frame([printable(name) for name in names])
+        frame = predictions.to_frame([csv_text(name) for name in names])
         if is_class:
-            frame["class"] = frame["class"].map(printable)
+            frame["class"] = frame["class"].map(csv_text)
         typer.echo(described, err=True)
-        frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
+        frame.rename(columns=csv_text).to_csv(sys.stdout, index_label="sample")
         return
     say(described)
     if not isinstance(predictions, Predictions):
@@ -280,6 +281,16 @@ def predict_command(
         rows.append([printable(sample), classes[label], *cells])
     headers = ["sample", "class", *([f"top {TOP}"] if only_top else classes)]
     console.print(listing(*headers, rows=rows, words=None if only_top else 2))
+
+
+def csv_text(name: str) -> str:
+    """Return a class or sample name for a CSV file.
+
+    A name that a spreadsheet would evaluate as a formula begins with an apostrophe.
+    """
+    text = printable(name)
+    is_number = re.fullmatch(r"[+-]?[\d.]+(?:e[+-]?\d+)?", text, re.IGNORECASE)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not is_number else text
 
 
 def model_line(trained: TrainedClient, kind: str) -> str:
@@ -340,6 +351,7 @@ def confusion_command(
         of = model_line(trained, kind)
     names, counts = [printable(name) for name in frame.index], frame.to_numpy()
     if csv:
+        names = [csv_text(name) for name in frame.index]
         frame.set_axis(names, axis=0).set_axis(names, axis=1).to_csv(sys.stdout, index_label="true")
         return
     say(f"{of}: {counts.trace():,} of {counts.sum():,} correct")
