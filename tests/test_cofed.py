@@ -533,7 +533,7 @@ def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
         assert reached["common", kind].accuracy == expected
     files = list((tmp_path / "run" / "state").rglob("*"))
     suffixes = {path.suffix for path in files if path.is_file() and path.name != "client.json"}
-    assert suffixes == {".safetensors"}
+    assert suffixes == {".safetensors", ".npy"}, "models, and counts of predictions"
 
 
 def test_what_a_refused_client_measured_does_not_count(tmp_path):

@@ -198,7 +198,7 @@ def test_a_summary_is_written_field_by_field(tmp_path):
         "accuracy": {"common": {"private": {**SCORE, "tail": 0.5, "clients": 2}}},
         "history": [brief], "bytes_up": 10, "bytes_down": 20, "bytes_evaluation": 30,
         "seconds": {**dict.fromkeys(TIMES, 0.0), "total": 2.0, "start": 0.5},
-        "peak_memory_mb": 12.5, "versions": {"torch": "2"},
+        "peak_memory_mb": 12.5, "versions": {"torch": "2"}, "hardware": {},
     }  # fmt: skip
     with_ratios = summary.model_copy(update={"relative": record.relative})
     path = tmp_path / "summary.json"
