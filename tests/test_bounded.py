@@ -108,7 +108,6 @@ FIFOS = {
     "config.toml": ("report", "resume"),
     "metrics.jsonl": ("report", "resume", "compare"),
     "partition.json": ("report",),
-    "confusion.json": ("report",),
     "run.json": ("resume", "predict"),
     "state": ("predict", "export"),
     "client.json": ("predict", "export"),
