@@ -88,8 +88,8 @@ RANKS = (
 )
 DIFFERENCES = (
     "Difference in accuracy to local, in percentage points, with one architecture (three cells) "
-    "and with several architectures (six cells). ±: standard error over runs (cells and seeds) and "
-    "test samples. "
+    "and with several architectures (six cells): mean over the cells. ±: standard error over seeds "
+    "and test samples. "
     f"{MARK}: the 95 % confidence interval (Student's t) excludes zero."
 )
 COST = (
@@ -279,17 +279,20 @@ def difference(
 ) -> Difference:
     """Return the difference in accuracy between a method and local training, in points.
 
-    The difference is paired by run, i.e. by cell and seed. The errors are those of
-    `fedhet.report.differences`, with runs instead of seeds. They include the differences between
-    partitions. The result is NaN unless both methods have finished all seeds in all cells.
+    The difference is the mean over the cells, and is paired by seed. The errors are those of
+    `fedhet.report.differences`. The cells are not a sample of other cells, so the errors do not
+    include the differences between cells. The result is NaN unless both methods have finished all
+    seeds in all cells.
     """
-    runs: dict[str, list[float]] = {method: [], BASELINE: []}
+    means: list[pd.Series] = []
     samples = []
-    for name, cell in product(runs, cells):
-        values = results.by_seed(name, cell, protocol)
-        runs[name] += [100 * values.get(seed, NAN) for seed in results.plan.seeds]
-        samples += [*results.by_seed(name, cell, TESTED[protocol]).dropna()]
-    ours, baseline = (pd.Series(each, dtype=float) for each in runs.values())
+    for name in (method, BASELINE):
+        runs = [results.by_seed(name, cell, protocol) for cell in cells]
+        table = pd.DataFrame(runs).reindex(columns=list(results.plan.seeds))
+        means.append(100 * table.mean(skipna=False))
+        for cell in cells:
+            samples += [*results.by_seed(name, cell, TESTED[protocol]).dropna()]
+    ours, baseline = means
     if (ours - baseline).isna().any():
         return Difference()
     return Difference.of(ours, baseline, min(samples, default=None), 100.0)
