@@ -235,7 +235,9 @@ class Masking:
                 boxes.append(np.frombuffer(box, np.uint8))
             tensors[f"{MASKED}/{lane.number}"] = vector
             tensors[f"{SHARES}/{lane.number}"] = np.stack(boxes)
-            tensors[f"{COMMITMENT}/{lane.number}"] = commitment(secret)
+            tensors[f"{COMMITMENT}/{lane.number}"] = np.stack(
+                [commitment("seed", secret), *(commitment("share", share) for share in shares)]
+            )
             lanes.append(replace(lane, context=bound.hex()))
         if not lanes:
             raise MaskingError("; ".join(self._faults))

@@ -9,6 +9,7 @@ earlier requests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import secrets
@@ -17,14 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flwr.common import Code, GetPropertiesIns, Scalar
 
-from fedhet.algorithms.shamir import SECRET_BYTES, SHARE_BYTES, DealerError, join
+from fedhet.algorithms.shamir import SECRET_BYTES, SHARE_BYTES, has_spare, join
 from fedhet.base.arrays import Array
 from fedhet.base.disk import read_json, write_text
 from fedhet.base.errors import StateError, error_text, one_line
@@ -184,7 +184,7 @@ class Unmasking:
             sites = len(group.cohort)
             vectors[str(group.number)] = (self._layout(group, client, sizes).size,), "uint32"
             shares[str(group.number)] = (sites, BOX_BYTES), "uint8"
-            commitments[str(group.number)] = (COMMITMENT_BYTES,), "uint8"
+            commitments[str(group.number)] = (1 + sites, COMMITMENT_BYTES), "uint8"
         return Sizes({}, {MASKED: vectors, SHARES: shares, COMMITMENT: commitments})
 
     def __call__(self, replies: Iterable[Reply], sizes: SizesOf) -> Iterator[Reply]:
@@ -420,14 +420,13 @@ class Unmasking:
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
 
-        If a client revealed wrong shares, adds the owners of the affected masks to its entry in
-        `wrong`. If a client's seed certainly does not match its commitment, adds the client to
-        `dealers`. Raises ValueError if a seed is unknown.
+        A share is wrong if it does not match its owner's commitment. If a client revealed wrong
+        shares, adds their owners to its entry in `wrong`. If a client's seed certainly does not
+        match its commitment, adds the client to `dealers`. Raises ValueError if a seed is unknown.
 
         `known` contains the secrets of the masks that an earlier call has determined, by client.
-        With each reply that arrives later, only the other secrets are computed again. A secret is
-        computed only from at least `threshold` shares. A client whose shares are wrong therefore
-        costs the server one call of `join` per reply.
+        With each reply that arrives later, only the other secrets are computed again, and only from
+        at least `threshold` shares.
         """
         survivors, number = group.survivors, group.number
         min_shares = threshold(len(group.cohort))
@@ -447,27 +446,32 @@ class Unmasking:
         unknown: list[str] = []
         for position, name in enumerate(survivors):
             start = position * SHARE_BYTES
-            shares = {
-                group.cohort.index(other) + 1: value[start : start + SHARE_BYTES]
-                for other, (value, _) in sorted(revealed.items())
-            }
-            undecrypted = {point for point, share in shares.items() if not any(share)}
-            for point in undecrypted:
-                wrong.setdefault(group.cohort[point - 1], set()).add(name)
+            committed = replies[name].knowledge.tensors[f"{COMMITMENT}/{number}"]
+            shares: dict[int, bytes] = {}
+            for other, (value, _) in sorted(revealed.items()):
+                share = value[start : start + SHARE_BYTES]
+                point = group.cohort.index(other) + 1
+                if np.array_equal(commitment("share", share), committed[point]):
+                    shares[point] = share
+                else:
+                    wrong.setdefault(other, set()).add(name)
             if name not in known:
-                committed = replies[name].knowledge.tensors[f"{COMMITMENT}/{number}"]
-                usable = {p: share for p, share in shares.items() if p not in undecrypted}
-                try:
-                    if len(usable) < min_shares:
-                        raise ValueError(f"{len(usable)} shares do not determine the secret")
-                    known[name], bad = join(usable, partial(_matches, committed))
-                except ValueError as error:
-                    if isinstance(error, DealerError):
+                secret = b""
+                if len(shares) >= min_shares:
+                    with contextlib.suppress(ValueError):
+                        secret = join(shares)
+                if not np.array_equal(commitment("seed", secret), committed[0]):
+                    # The client committed to these shares. It is at fault if they determine another
+                    # secret, but not if there are too few of them.
+                    is_certain = len(shares) == len(group.cohort) or has_spare(shares)
+                    if len(shares) >= min_shares and is_certain:
                         dealers.add(name)
-                    unknown.append(f"the mask of {name} is unknown: {error}")
+                    unknown.append(
+                        f"the mask of {name} is unknown: {len(shares)} shares do not determine the "
+                        "secret"
+                    )
                     continue
-                for point in bad:
-                    wrong.setdefault(group.cohort[point - 1], set()).add(name)
+                known[name] = secret
             seeds.append((known[name], -1))
             for position_lost, other in enumerate(lost):
                 start = position_lost * SECRET_BYTES
@@ -520,8 +524,3 @@ class Unmasking:
         }
         path = self._directory / STATE
         write_text(path, json.dumps(saved), within=self._directory, private=True)
-
-
-def _matches(committed: Array, seed: bytes) -> bool:
-    """Return whether `committed` is the commitment to a seed."""
-    return np.array_equal(commitment(seed), committed)

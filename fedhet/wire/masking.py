@@ -52,7 +52,7 @@ from fedhet.wire.encodings import STATISTICS
 
 MASKED, SHARES, COMMITMENT = "masked", "shares", "commitment"
 """Fields of a masked reply, with one tensor per lane: the vector [words], the encrypted shares
-[sites, bytes] of the mask's seed, and the commitment [bytes] to this seed."""
+[sites, bytes] of the mask's seed, and the commitments [1 + sites, bytes] to seed and shares."""
 REQUEST, REVEAL, SEEDS, FAULT = "masking", "unmasking", "seeds", "fault"
 """Entries of messages: a request for a masked reply and a request for shares, in JSON; the secrets
 shared with lost sites; and the reason why a site refuses lanes or reveals nothing for them."""
@@ -73,7 +73,7 @@ MASKED_CONTRACT = Contract(
     (
         LanesField(MASKED, "masked vectors of secure aggregation"),
         LanesField(SHARES, "encrypted shares of the masks"),
-        LanesField(COMMITMENT, "commitments to the seeds of the masks"),
+        LanesField(COMMITMENT, "commitments to the seeds of the masks and to their shares"),
         ScalarField(FAULT, str, "reason why the site refuses lanes", required=False),
     )
 )
@@ -306,12 +306,13 @@ def context(*parts: bytes | str | int | Sequence[str]) -> bytes:
     return hashlib.sha256(json.dumps(["fedhet masking 2", *listed]).encode()).digest()
 
 
-def commitment(seed: bytes) -> Array:
-    """Return a commitment to the random seed of a mask, i.e. a uint8 array of shape [32].
+def commitment(kind: Literal["seed", "share"], value: bytes) -> Array:
+    """Return a commitment to a mask's random seed or to a share, i.e. a uint8 array of shape [32].
 
-    With the commitment, the server recognizes the seed among values computed from wrong shares.
+    With commitments, the server recognizes wrong shares. Without them, two malicious clients could
+    reveal shares with which a share of an honest client, or an honest client's seed, seems wrong.
     """
-    return np.frombuffer(context("seed", seed), np.uint8)
+    return np.frombuffer(context(kind, value), np.uint8)
 
 
 def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | str]) -> bytes:
