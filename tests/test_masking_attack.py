@@ -32,7 +32,7 @@ from fedhet.wire.masking import BOX_BYTES, MASKED, REQUEST, REVEAL, SEEDS, SHARE
 
 NAMES = ["site-0", "site-1", "site-2"]
 VALUES, KNOWN, CAP = 500, 6, 100
-HEADER = 4  # counters of 64 bits; the weights follow, with 32 bits
+HEADER = 3  # counters of 64 bits; the weights follow, with 32 bits
 FRACTION = 23  # 25 - ceil(log2 3)
 TRIED = 2**12  # of the keys that an attacker may guess
 

@@ -45,6 +45,8 @@ def test_the_file_has_a_source_for_each_setting_and_a_preset_or_says_why_there_i
 def test_a_preset_has_the_values_of_its_paper_and_no_setting_without_a_source(method, preset):
     given = read_preset(preset)
     assert given.pop("method") == method
+    # Weights by all samples are the papers' averages, without fedhet's protection.
+    assert given.pop("engine.samples-cap", 0) == 0
     assert given.keys() <= paper_settings()[method]["settings"].keys()
     found, expected = resolve({"method": method, **given}).flat(), values(method)
     assert {name: found[name] for name in expected} == expected

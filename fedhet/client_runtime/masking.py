@@ -221,7 +221,13 @@ class Masking:
                     values[part.name] = told if is_usable else zeros
                 if part.kind == "totals":
                     values[part.name] = np.full_like(value, self._weight)
-            vector = layout.encode(values, self._weight, self._peers.max_weight, rows)
+            vector, clipped = layout.encode(values, self._weight, self._peers.max_weight, rows)
+            if clipped:
+                LOG.warning(
+                    "%s: round %d: %d values of the reply were clipped, because they exceed the "
+                    "range of secure aggregation",
+                    *(self._name, envelope.round, clipped),
+                )
             secret = secrets.token_bytes(shamir.SECRET_BYTES)
             layout.add_mask(vector, secret, 1)
             shares, boxes = shamir.split(secret, threshold, len(lane.cohort)), []

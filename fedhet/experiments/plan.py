@@ -405,7 +405,9 @@ def plan(
     """
     cells = []
     for row, column in product(table.rows_in(size), table.columns_in(size)):
-        values = layered(table.changes(row, column, size), over or {}, row.method)
+        # The papers weight clients by all their samples.
+        over_defaults = {"engine.samples-cap": 0.0, **(over or {})}
+        values = layered(table.changes(row, column, size), over_defaults, row.method)
         runs = seeded(f"{row.name}, {column.name}", values, seeds, out)
         metric = row.metric or column.metric or table.metric
         cells.append(PlannedCell(row, column, metric, runs, *row.printed_in(column.name)))

@@ -497,12 +497,7 @@ class Unmasking:
             layout.add(total, replies[name].knowledge.tensors[f"{MASKED}/{group.number}"])
         for seed, sign in seeds:
             layout.add_mask(total, seed, sign)
-        tensors, weight, clipped = layout.decode(total, len(survivors))
-        if clipped:
-            self._state.notice(
-                f"round {self._round}: {clipped} values of the clients' replies were clipped, "
-                "because they exceed the range of secure aggregation"
-            )
+        tensors, weight = layout.decode(total, len(survivors))
         name = f"+{group.architecture}" if group.architecture else ALL
         return replace(info, name=name, samples=weight), Knowledge(tensors)
 

@@ -20,8 +20,9 @@ sites, f = 25 - ceil(log2 n), and a site with weight w of at most `cap`, a value
 | 64 bits | numbers of samples per class; integers of a model | integers; w x |
 | 32 bits | other weights, and scores | rint(w / cap x 2^f), for |w / cap x| < 64 |
 
-Values outside these bounds are clipped and counted. Without clipping, the error of a mean over m
-sites is at most (m / 2) 2^-f / (sum of w / cap) for 32-bit words.
+Values outside these bounds are clipped. Only the site logs their number, because the number could
+depend on how many of its samples have a property that the server chooses. Without clipping, the
+error of a mean over m sites is at most (m / 2) 2^-f / (sum of w / cap) for 32-bit words.
 """
 
 from __future__ import annotations
@@ -77,9 +78,8 @@ MASKED_CONTRACT = Contract(
         ScalarField(FAULT, str, "reason why the site refuses lanes", required=False),
     )
 )
-HEADER = ("sites", "cap", "weight", "clipped")
-"""Counters in a vector: the constant 1, the sites' common cap, the weight, and the number of
-clipped values.
+HEADER = ("sites", "cap", "weight")
+"""Counters in a vector: the constant 1, the sites' common cap, and the weight.
 
 The sum of the first counter equals the number of sites only if all masks cancel. A weight is the
 site's weight in the peers file. It is never the number of samples, because two cohorts that differ
@@ -173,11 +173,13 @@ class Layout:
         bits = WIDE_BITS, NARROW_BITS, NARROW_RANGE
         return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
 
-    def encode(self, sent: Arrays, weight: int, cap: int, rows: Collection[int] = ()) -> Array:
+    def encode(
+        self, sent: Arrays, weight: int, cap: int, rows: Collection[int] = ()
+    ) -> tuple[Array, int]:
         """Encode a site's finite tensors as a vector, i.e. a uint32 array of shape [size].
 
         `weight` is the site's weight, and `cap` the largest weight of a site. Only the rows of the
-        classes in `rows` are encoded.
+        classes in `rows` are encoded. Also returns the number of clipped values.
         """
         vector = np.zeros(self.size, np.uint32)
         weight, cap = (weight, cap) if self.weight == "samples" else (1, 1)
@@ -208,24 +210,24 @@ class Layout:
                 integers, outside = _integers(value, scale, limit)
                 section[...] = integers.reshape(part.shape)
             clipped += outside
-        header[:] = 1, cap, weight, clipped
-        return vector
+        header[:] = 1, cap, weight
+        return vector, clipped
 
-    def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int, int]:
-        """Decode a sum of `sites` vectors into tensors, total weight, and number of clipped values.
+    def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int]:
+        """Decode a sum of `sites` vectors into tensors and total weight.
 
         Tensors are averaged, except for the numbers of samples per class, which are summed. Raises
         ValueError if the masks did not cancel, or if the counters have impossible values.
         """
         header, class_weights = self._counters(total := np.array(total))
-        count, caps, weight, clipped = map(int, header)
+        count, caps, weight = map(int, header)
         if count != sites:
             raise ValueError(
                 "the masks do not cancel, because a client sent a wrong vector, or because the "
                 "clients' instructions, settings, cohorts, or peers files differ"
             )
         bounds = 0 < caps <= sites * 2**31 and caps % sites == 0 and sites <= weight <= caps
-        if not bounds or clipped < 0:
+        if not bounds:
             raise ValueError("a site sent impossible counters")
         if (class_weights < 0).any():
             raise ValueError("a site sent a negative number of samples")
@@ -248,7 +250,7 @@ class Layout:
             if part.low is not None:
                 decoded = np.maximum(decoded, np.asarray(part.low, part.dtype))
             tensors[part.name] = decoded
-        return tensors, weight, clipped
+        return tensors, weight
 
     def empty(self) -> dict[str, Array]:
         """Return the tensors of a lane with class rows if no class has a row."""
