@@ -5,6 +5,7 @@ The oracle of a sum is the average of the models that the sites have saved, with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -123,16 +124,18 @@ class Going:
             for other in set(range(self.nodes)) - {index}:
                 node = self.sites.processes[site_name(other)]
                 for each in node.children(recursive=True):
-                    if "clientapp" in each.name() and each.pid not in suspended:
-                        each.suspend()
-                        suspended[each.pid] = each
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        if "clientapp" in each.name() and each.pid not in suspended:
+                            each.suspend()
+                            suspended[each.pid] = each
             return self.has_replied(index)
 
         try:
             until(has_replied)
         finally:
             for each in suspended.values():
-                each.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.resume()
 
     def wait_for_training(self, round: int, index: int) -> None:
         """Wait until a site's process for its reply of a round has started."""
