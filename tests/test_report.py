@@ -417,9 +417,9 @@ def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
     path = make(tmp_path / "run", kinds=("private", "global"))
     text = " ".join(shown(final_table(load_run(path))).split())
     assert (
-        "common: on the test set common to all clients; global: the server's global models" in text
+        "common: on the test set common to all clients; global: the server's averaged models; "
+        "private: the client's private model; tail: mean" in text
     )
-    assert "one for each architecture; private: the client's private model; tail: mean" in text
     assert "personal:" not in text
 
 

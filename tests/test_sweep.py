@@ -281,7 +281,7 @@ def test_the_best_point_is_compared_with_the_others_by_seed(tmp_path):
     assert found.unclear("accuracy, common, private", 1) == (1, 2)
     assert found.unclear("classes_covered", 1) == (2, 2), "the same in all runs"
     page = report.write_sweep(found, tmp_path / "out").read_text()
-    assert "Of 2 other points, 1 differ from this point only within noise" in page
+    assert "private, 1 of 2 other points differs from this point only within noise" in page
     assert "359 test samples" in page
     assert '<td class="wrap code">0.01/seed-0</td>' in page
     assert str(tmp_path) not in page

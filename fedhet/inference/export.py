@@ -32,6 +32,7 @@ from fedhet.models import HetModel, Refitted
 from fedhet.models.adapted import Adapted, merged_base, peft_config
 from fedhet.runs.records import OWN_DATA
 from fedhet.runs.storage import unshared
+from fedhet.wire.identity import SERVER
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft", "merged")
 """Export formats: weights only, a torch.export program, ONNX and, for models with adapters,
@@ -300,7 +301,12 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
         "round": trained.round,
         "participations": trained.participations,
         "training": run.training.describe(),
-        "training_samples": record.samples,
+        # Averaged models have learned from the samples of several clients.
+        **(
+            {"training_samples": record.samples}
+            if record.client != SERVER and kind != "global"
+            else {}
+        ),
         **(
             {
                 "classes": record.classes,

@@ -56,7 +56,7 @@ MEANING = {
     "local": "the client's model after only local training, before any exchange",
     "proxy": "the model that a client exchanges instead of its private model",
     "ensemble": "the mean of the predictions of a client's private model and its proxy",
-    "global": "the server's global models, one for each architecture",
+    "global": "the server's averaged models",
     "server": "a model that only the server has",
     HELD_OUT: "the model offered to held-out clients, which never train",
     HELD_OUT_EPOCH: "the same model after one local epoch",

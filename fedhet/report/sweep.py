@@ -230,8 +230,9 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
             "basis": results.selection_basis,
             "is_biased": by == names[0],
             "settings": dict(zip(settings, map(as_text, points[number]), strict=True)),
-            "noise": f"Of {plural(compared, 'other point')}, {unclear} differ from this point only "
-            "within noise (95 % confidence interval over seeds and test samples)."
+            "noise": f"By {titles[1]}, {unclear} of {plural(compared, 'other point')} "
+            f"{'differs' if unclear == 1 else 'differ'} from this point only within noise (95 % "
+            "confidence interval over seeds and samples)."
             if compared
             else "With one seed, no error of the differences between points is known.",
         }
