@@ -30,6 +30,8 @@ def test_the_baseline_is_that_method_on_the_same_data(method, tmp_path, call):
     assert status == 0, fault
     kinds = " (global against private)" if method == "felo" else ""
     assert f"against local{kinds}: " in said
+    both = "clients better on the common test set; on each client's own test split"
+    assert both in " ".join(said.split())
     share = ["--set=public-fraction=0.2"] if method == "fedmd" else []  # fedmd's own default
     status, _, fault = call("run", "local", *SMALL, *share, "--out", tmp_path / "alone")
     assert status == 0, fault

@@ -20,7 +20,7 @@ from fedhet.base.metrics import ACCURACY, MAX_ERROR, Metric, in_order, metric_of
 from fedhet.report.differences import TESTS, Difference, holm, p_value, samples_text
 from fedhet.report.run import TEST_SETS, Run, load_run, where
 from fedhet.runs.measures import Tail
-from fedhet.runs.records import KINDS, NAN, Score
+from fedhet.runs.records import COMMON, KINDS, NAN, Score
 from fedhet.runs.units import path_text, percent, plural, position, score
 from fedhet.settings.run import where_it_ran
 from fedhet.settings.text import as_text
@@ -342,12 +342,16 @@ class Comparison:
 
     @property
     def test_samples(self) -> str:
-        """Numbers of test samples of the headline score, as text."""
-        return samples_text(
+        """Numbers of test samples of the headline score, as text.
+
+        For splits of different sizes, this is the effective number, which determines the error.
+        """
+        text = samples_text(
             group.test_samples(self.headline)
             for group in self.groups
             if group.score(self.headline).n
         )
+        return text if self.headline[0] == COMMON else text.replace("test", "effective test", 1)
 
     @property
     def basis(self) -> str:

@@ -33,7 +33,7 @@ from fedhet.report.tables import (
     mean_cell,
     tabular,
 )
-from fedhet.runs.records import NAN
+from fedhet.runs.records import COMMON, NAN
 from fedhet.runs.units import (
     ABSENT,
     difference,
@@ -54,6 +54,7 @@ PAIRED = (
     "Paired differences: mean ± standard error over the n shared seeds and the test samples. "
     f"{MARK}: the 95 % confidence interval (Student's t) excludes zero."
 )
+EFFECTIVE = "Effective samples: number of clients times the harmonic mean of their test splits."
 SEEDS_ONLY = PAIRED.replace(" and the test samples", "")
 """Legend for metrics other than the accuracy, whose error due to test samples is unknown."""
 UNKNOWN = (
@@ -314,7 +315,11 @@ def paired_cells(comparison: Comparison) -> Cells | None:
         "against": [Cell(printable(label)) for label in against],
         "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
         **(
-            {"test samples": [_samples(pair.last.samples) for pair in pairs]}
+            {
+                "test samples" if comparison.headline[0] == COMMON else "effective samples": [
+                    _samples(pair.last.samples) for pair in pairs
+                ]
+            }
             if metric == ACCURACY
             else {}
         ),
@@ -334,6 +339,8 @@ def _samples(count: float | None) -> Cell:
 def paired_legend(comparison: Comparison) -> str:
     """Return the legend for the paired differences."""
     legend = PAIRED if comparison.metric.name == ACCURACY else SEEDS_ONLY
+    if comparison.metric.name == ACCURACY and comparison.headline[0] != COMMON:
+        legend += f" {EFFECTIVE}"
     if any(pair.last.n > 1 and pair.last.samples is None for pair in comparison.pairs):
         legend += f" {UNKNOWN}" if comparison.metric.name == ACCURACY else ""
     if comparison.test == "none":

@@ -355,22 +355,32 @@ def headline_line(run: Run) -> str:
 
 
 def baseline_line(run: Run) -> str:
-    """Return a line that compares a run with its baseline, or "" if it has no baseline."""
-    if run.baseline is None or run.baseline_column is None:
+    """Return a line that compares a run with its baseline, or "" if it has no baseline.
+
+    The line compares the headline models on each test set that both runs have.
+    """
+    baseline = run.baseline
+    if baseline is None or run.baseline_column is None:
         return ""
-    ours, baseline = run.last(*run.columns[0]), run.baseline.last(*run.baseline_column)
-    both = ours.per_client.keys() & baseline.per_client.keys()
-    sign = -1 if metric_of(run.metric).lower_is_better else 1
-    gains = [sign * (ours.per_client[name] - baseline.per_client[name]) for name in both]
-    better = sum(gain > 0 for gain in gains)
-    kinds = run.columns[0][1], run.baseline_column[1]
-    models = "" if kinds[0] == kinds[1] else f" ({kinds[0]} against {kinds[1]})"
-    gain = difference(ours.mean - baseline.mean, run.metric)
-    return (
-        f"against {run.baseline.method}{models}: {gain} "
-        f"({score(ours.mean, run.metric)}, {score(baseline.mean, run.metric)}), "
-        f"{better} of {plural(len(both), 'client')} better"
-    )
+    first, sign = run.columns[0][0], -1 if metric_of(run.metric).lower_is_better else 1
+    parts = []
+    for protocol in sorted({*run.protocols} & {*baseline.protocols} - {VALIDATION} | {first}):
+        kinds = run.kinds(protocol)[0], baseline.kinds(protocol)[0]
+        if protocol == first:
+            kinds = run.columns[0][1], run.baseline_column[1]
+        ours, other = run.last(protocol, kinds[0]), baseline.last(protocol, kinds[1])
+        both = ours.per_client.keys() & other.per_client.keys()
+        gains = [sign * (ours.per_client[name] - other.per_client[name]) for name in both]
+        means = f"{score(ours.mean, run.metric)}, {score(other.mean, run.metric)}"
+        better = f"{sum(gain > 0 for gain in gains)} of {plural(len(both), 'client')} better"
+        models = "" if kinds[0] == kinds[1] else f" ({kinds[0]} against {kinds[1]})"
+        gain = difference(ours.mean - other.mean, run.metric)
+        if protocol == first:
+            begin = f"against {baseline.method}{models}: {gain} ({means}), {better}"
+            parts.insert(0, f"{begin} {where(protocol)}")
+        else:
+            parts.append(f"{where(protocol)}{models}: {gain} ({means}), {better}")
+    return "; ".join(parts)
 
 
 def better_kind_line(run: Run) -> str:
