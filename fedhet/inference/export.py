@@ -285,7 +285,7 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
     try:
         scores = trained.accuracy(kind) if is_classification else trained.scores(kind)
     except (DataError, SettingsError):  # Omit the message, because it may contain local paths.
-        reason = "the test data is unavailable on this machine"
+        reason = "there is no common test set, or the test data is unavailable on this machine"
     network = trained.network(kind)
     width = network.feature_dim if isinstance(network, HetModel) else None
     content = {

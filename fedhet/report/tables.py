@@ -251,7 +251,10 @@ def missing_confusion(run: Run) -> str:
     if task != CLASSIFICATION:
         return ""
     if COMMON not in run.protocols:
-        return "There is no confusion matrix, because there are no scores on a common test set."
+        return (
+            "There is no confusion matrix, because there are no scores on a common test set. For a "
+            "client's own test split, use fedhet confusion RUN CLIENT --protocol personal."
+        )
     if run.partition:
         classes = run.partition.classes
     if len(classes) > MAX_CONFUSION:
