@@ -176,7 +176,7 @@ def test_every_option_shows_its_default(name):
         ("run", "backend", "auto|ray|inline", "auto"),
         ("run", "rounds", "INT", "10"),
         ("run", "dataset", "NAME[:PATH]", "digits"),
-        ("compare", "protocol", "personal|common", "the method's headline"),
+        ("compare", "protocol", "personal|common|validation", "the method's headline"),
         ("export", "form", "safetensors|pt2|onnx|peft|merged", None),
     ],
 )
