@@ -373,7 +373,10 @@ def difference_of(method, protocol, pools):
     ours, local = (accuracies(name, protocol, pools) for name in (method, "local"))
     if ours.keys() != local.keys():
         return None
-    values = np.array([ours[cell] - local[cell] for cell in local])
+    by_seed: dict[int, list[float]] = {}
+    for cell, accuracy in local.items():
+        by_seed.setdefault(cell[-1], []).append(ours[cell] - accuracy)
+    values = np.array([np.mean(each) for each in by_seed.values()])
     count = [
         run[f"test samples, {protocol}"]
         for run in (dict(zip(RECORD["columns"], row, strict=True)) for row in RECORD["rows"])
