@@ -1469,7 +1469,7 @@ def test_a_cohort_without_enough_weight_beside_one_site_is_refused(tmp_path):
         request = {"nonce": "00" * 16, "cohorts": {"0": names}}
         envelope = Envelope("run", "fedavg", 1, "server")
         if is_refused:
-            with pytest.raises(MaskingError, match="none of which has more weight than the other"):
+            with pytest.raises(MaskingError, match="no site with more weight than the other"):
                 site.begin(envelope, Knowledge(), {REQUEST: json.dumps(request)})
         else:
             assert site.begin(envelope, Knowledge(), {REQUEST: json.dumps(request)}) is None

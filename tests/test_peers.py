@@ -137,7 +137,7 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
         (SITES, {"server": "honest"}, "server: expected curious or malicious, got 'honest'"),
         ((*SITES, ("b", KEYS[5], (), 0)), {}, "b: weight: expected an integer from 1 to 1000"),
         ((*SITES, ("b", KEYS[5], (), 1001)), {}, "b: weight: expected an integer from 1 to 1000"),
-        ((*SITES, ("b", KEYS[5], (), 6)), {}, "none of which has more weight than the other sites"),
+        ((*SITES, ("b", KEYS[5], (), 6)), {}, "no site with more weight than the other sites"),
     ],
 )
 def test_a_rule_that_protects_nobody_is_refused(sites, rules, fault):

@@ -115,8 +115,8 @@ def relative_distances(tensors: Iterable[tuple[Array, int, float]], fraction: fl
     """Combine the squared distances of several tensors into relative squared distances [K, K].
 
     The distances of each tensor are divided by the tensor's typical distance. The result is the
-    mean over the tensors, weighted by their sizes, or the largest distance of a single tensor
-    divided by `tolerance`, if this is larger. A client is therefore an outlier if it differs
+    larger of two numbers: the mean over the tensors, weighted by their sizes, and the largest
+    distance of a single tensor, divided by `tolerance`. A client is therefore an outlier if it differs
     strongly in one small tensor, or moderately in all tensors. If the typical distance is 0, all
     other distances are MAX_RELATIVE. The result is NaN for clients without common coordinates.
 
@@ -264,8 +264,8 @@ def _geometric_medians(
     """Yield the parts of the geometric median, computed over all tensors together.
 
     If some clients lack rows with ids, such as classes, each row has its own geometric median over
-    the clients that have the row. With common weights, a client would have most influence on a row
-    if it sent few rows, because its distance from the clients without this row would be small.
+    the clients that have the row. With common weights, a client that sends few rows would have the
+    most influence on these rows, because its distance from clients without them would be small.
     """
     total: Array = np.zeros(())
     by_row = False

@@ -42,9 +42,9 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def join(shares: Mapping[int, bytes]) -> bytes:
-    """Reconstruct the secret from at least t right shares, keyed by number (from 1).
+    """Reconstruct the secret from at least t correct shares, keyed by number (from 1).
 
-    Check the result, e.g. against a commitment: with too few or wrong shares, it is another value.
+    Check the result, e.g. against a commitment: too few or wrong shares yield another value.
 
     Raises:
         ValueError: If the value has more than 32 bytes, as for too few or wrong shares, except with
@@ -59,7 +59,7 @@ def join(shares: Mapping[int, bytes]) -> bytes:
 def has_spare(shares: Mapping[int, bytes]) -> bool:
     """Return whether one share more than necessary lies on the polynomial of the other shares.
 
-    Right shares have this property if there are more than t of them.
+    Correct shares have this property if there are more than t of them.
     """
     return len(shares) > 1 and not _moment(shares, 1)
 

@@ -20,7 +20,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the Git commit of fedhet's source code, or "" if fedhet runs from no checkout.
+    """Return the Git commit of fedhet's source code, or "" if it is not a Git checkout.
 
     The commit ends with "+" if tracked files have changed.
     """

@@ -71,7 +71,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 def is_secret(path: Path) -> bool:
     """Return whether no other user can access a file. Raises OSError if it does not exist.
 
-    A group may read the file if root or this process's user owns it, and if the group is root's or
+    A group may read the file if root or this process's user owns it. The group must be root's or
     one of this process's groups. Container runtimes provide keys with these modes. The same holds
     for users and groups that an access control list names, as in the credentials of systemd.
     """

@@ -369,7 +369,7 @@ def numbers(column: NDArray[np.float64]) -> list[str]:
     """Format numbers with six digits, or more if large numbers differ by less.
 
     The last digit is at most a thousandth of the difference between the largest and the smallest
-    number, so that large numbers, such as seconds since 1970, do not all look the same.
+    number. Otherwise, large numbers, such as seconds since 1970, would all look the same.
     """
     finite = [value for value in column.tolist() if math.isfinite(value)] or [0.0]
     largest, spread = max(map(abs, finite)), max(finite) - min(finite)

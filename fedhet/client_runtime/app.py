@@ -45,8 +45,8 @@ from fedhet.settings.run import RunSettings
 
 LOG = logging.getLogger("fedhet")
 _REST = r"(?:(?!: |'|\"|$).)*"
-"""Rest of a path. File names may contain spaces and most other characters, so a path ends only at a
-colon before a space, at a quotation mark, or at the end of the line."""
+"""Rest of a path. It ends only at a colon before a space, at a quotation mark, or at the end of the
+line, because file names may contain spaces and most other characters."""
 _PATH = re.compile(rf"(?<![\w/])[~.]*/(?=\S){_REST}|[^\s'\"(]+/[^\s'\":]*\.\w+", re.MULTILINE)
 _HIDDEN = "(a path of this site)"
 INTERRUPT_INTERVAL = 30.0

@@ -10,7 +10,7 @@ Each key is derived from the values that all sites of a sum must have in common:
 settings, the public set, the round, the instruction, the cohort, the peers file and the layout of
 the vector. If a value differs between two sites, the masks of the sites do not cancel, and the
 server learns nothing. Otherwise, a server could send other weights or another learning rate to all
-sites but one, so that it knows the replies of these sites (Pasquini et al., CCS 2022).
+sites but one, and would then know their replies (Pasquini et al., CCS 2022).
 """
 
 from __future__ import annotations

@@ -255,8 +255,8 @@ class DifferentialPrivacy(Withholding):
         declared number, or else the largest power of two that is at most the number of its samples.
         With secure aggregation, the number must be declared (`Declaration.check`). The privacy
         guarantee holds for any number, because the accounting uses the sampling rate with which the
-        rows are drawn. The noise, the consumed budget, the round in which the budget is exhausted,
-        and the settings that need too much noise thus do not reveal the exact number of rows. A
+        rows are drawn. The exact number of rows thus affects neither the noise nor the consumed
+        budget, and a server cannot infer it from the round in which the budget is exhausted. A
         method may later hold out samples, but a fraction that a run chooses must not change it.
         """
         name, delta = "setting 'privacy.delta'", self._settings.delta
@@ -359,7 +359,7 @@ class DifferentialPrivacy(Withholding):
                 clipped.add(features, from_logits(logits) if from_logits else logits, y)
         required: list[int] = []
         if (peers := self._node.peers) is not None:
-            # The server must not choose, through the noise, which sites' rows are in a sum.
+            # Noised counts must not determine which sites' rows are in a sum.
             required = [int(label) for label in peers.peer(self._node.name).classes]
         return clipped.noised_means(self.noise, self._min_samples, SecretNoise(), required)
 

@@ -232,7 +232,7 @@ def client_data(config: Config, node: Node) -> ClientData:
     """
     if node.declared is not None:
         listed: tuple[int, ...] = ()
-        # A site with a budget must not join or not join because of one sample.
+        # One sample must not determine whether a site with a budget joins.
         if node.peers is not None and node.budget is None:
             listed = tuple(map(int, node.peers.peer(node.name).classes))
         min_samples = config.run.engine.min_samples_per_class

@@ -319,8 +319,8 @@ class ClientCodec:
 class MessageClient(Client):
     """Flower's interface of a client.
 
-    Flower's own wrapper of a `NumPyClient` parses messages with `ast`, which fails in some versions
-    of Python if several threads use it at the same time (see `fedhet.base.arrays.read_header`).
+    Flower's own wrapper of a `NumPyClient` parses messages with `ast`. In some versions of Python,
+    `ast` fails if several threads use it at the same time (see `fedhet.base.arrays.read_header`).
     """
 
     def __init__(self, client: NumPyClient) -> None:

@@ -504,7 +504,7 @@ class HetClient(NumPyClient):
 
         Raises StateError if training diverged; the previously saved state is kept. With secure
         aggregation, restores the previous state instead: a server could choose weights for which
-        training diverges if the site has a certain sample, or more than a number of samples.
+        training diverges if the site has a certain sample, or a certain number of samples.
         """
         self.state.begin_round()
         self.recipe.begin(round)
@@ -528,7 +528,7 @@ class HetClient(NumPyClient):
     def _check_names(self, reply: Knowledge) -> None:
         """Raise ValueError if `train` misspells a field of the reply, or omits a required field.
 
-        The server also checks the reply, but cannot tell the function that caused the error.
+        The server also checks the reply, but cannot name the function that caused the error.
         """
         method, sender = self.config.method, self.node.name
         contract, unused = method.spec.replies, self.sizes().unused

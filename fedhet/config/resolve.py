@@ -58,8 +58,8 @@ SUMMED: Mapping[str, tuple[object, ...]] = {
 """Settings restricted by secure aggregation, with their allowed values.
 
 Other values need the replies of individual clients, late replies, or cohorts that change every
-round, or let a reply depend on earlier rounds, in which a malicious server may have sent other
-instructions to some of the clients.
+round. With some values, a reply depends on earlier rounds, in which a malicious server may have
+sent other instructions to some of the clients.
 """
 MIN_SUMMED = 3
 """Minimum number of clients in a sum. In a sum of two replies, each client could learn the other

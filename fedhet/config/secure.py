@@ -41,8 +41,8 @@ this name."""
 MAX_WEIGHT = 1000
 """Maximum weight of a site. A value of a site with weight w loses log2(max. weight / w) bits."""
 DOMINATED = (
-    "expected sites none of which has more weight than the other sites together, because a sum "
-    "would be almost equal to its values"
+    "expected no site with more weight than the other sites together, because a sum would be "
+    "almost equal to the values of this site"
 )
 Server = Literal["curious", "malicious"]
 """Server that follows the protocol, or server that may lie."""

@@ -1,8 +1,8 @@
 """Access to a deployed server, its sites, and its runs.
 
 This module uses Flower's command line to register nodes, and to follow runs. It uses Flower's
-control API to list sites, because the command line does not show their registered names, and to
-start runs, because the command line does not sign apps.
+control API to list sites and to start runs, because the command line neither shows the registered
+names of sites nor signs apps.
 """
 
 from __future__ import annotations

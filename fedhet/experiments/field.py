@@ -87,7 +87,7 @@ RANKS = (
     "as independent data sets. p: p-value of Friedman's test of equal methods."
 )
 DIFFERENCES = (
-    "Difference in accuracy to local, in percentage points, with one architecture (three cells) "
+    "Difference in accuracy from local, in percentage points, with one architecture (three cells) "
     "and with several architectures (six cells): mean over the cells. ±: standard error over seeds "
     "and test samples. "
     f"{MARK}: the 95 % confidence interval (Student's t) excludes zero."
@@ -342,8 +342,8 @@ SITUATIONS = (
 def recommendations(results: FieldResults) -> Cells:
     """Build the table of the methods to try first, by situation and by test set.
 
-    A row names the methods with the largest difference to local training whose confidence interval
-    is above zero, each with the difference and its standard error. A separate column names methods
+    A row names the methods with the largest differences from local training whose confidence
+    intervals are above zero. It shows each difference with its standard error. A separate column names methods
     with an even larger difference that is within noise, which more seeds may confirm.
     """
     rows = []

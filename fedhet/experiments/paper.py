@@ -169,9 +169,10 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         return " ".join([words, *as_options(self.settings)])
 
     def about(self, table: PaperTable) -> str:
-        """Return a line with the size, the numbers of seeds and test samples, and other facts.
+        """Return a line with the size, and the numbers of seeds and test samples.
 
-        The facts are the number of missing runs, and the samples on which rounds were selected.
+        The line also contains the number of finished runs if some runs are missing, and the samples
+        on which rounds were selected.
         """
         line = f"Size {self.size}: {table.sizes[self.size].says} {plural(len(self.seeds), 'seed')}"
         counts = [each for each in self.test_samples.values() if each is not None]

@@ -214,8 +214,8 @@ class TrainedClient:
     def default_kind(self) -> str:
         """Kind of model that is used if no kind is given.
 
-        This is the kind of the method's headline score, or "private" if the client does not have
-        this kind, such as a model of the server.
+        This is the kind of the method's headline score. If the client does not have this kind, such
+        as a model of the server, it is "private".
         """
         headline = self.headline_kind
         return headline if headline == "private" or headline in self.kinds else "private"

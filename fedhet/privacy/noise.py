@@ -10,8 +10,8 @@ multiples of a power of two, and sums these multiples as integers. Three propert
 - Rounding toward zero increases no number, so the norm of a rounded vector is still at most R. One
   vector changes the sum by at most R, and the noise need not compensate for rounding.
 - The sum does not depend on the batch size, the order of the samples, or the device. A sum in
-  floating point can change by many times R if one vector is added, because this vector changes how
-  all later partial sums are rounded (Casacuberta et al., Widespread Underestimation of Sensitivity
+  floating point can change by many times R if one vector is added, because this vector changes the
+  rounding of all later partial sums (Casacuberta et al., Widespread Underestimation of Sensitivity
   in Differentially Private Libraries and How to Fix It, CCS 2022).
 - The last bits of a sum reveal nothing about the noise. In floating point, they reveal information
   about both (Ilya Mironov, On Significance of the Least Significant Bits for Differential Privacy,
@@ -44,7 +44,7 @@ from fedhet.privacy.accounting import Noise
 CIPHER = "AES-256-CTR"
 """Name of the noise source in the ledger."""
 RESOLUTION = 2**14
-"""Minimum number of grid steps in the norm of a vector whose numbers are all equal, per number.
+"""Minimum number of grid steps in each number of a vector with equal numbers and maximum norm.
 
 Rounding changes a vector by at most norm / RESOLUTION.
 """

@@ -32,8 +32,8 @@ TESTS = {"none": "", "t": "t-test", "wilcoxon": "Wilcoxon signed-rank test"}
 def sample_error(difference: float, samples: float) -> float:
     """Return a lower bound on the error of a difference in accuracy due to finite test samples.
 
-    Both accuracies are measured on the same n test samples. If b samples are correct only with the
-    first model and c samples only with the second model, then the difference is d = (b - c) / n,
+    Both accuracies are measured on the same n test samples. Let b samples be correct only with the
+    first model, and c samples only with the second model. Then the difference is d = (b - c) / n,
     and b + c samples are discordant (McNemar, Psychometrika 12, 1947). With half a sample added to
     each of the four counts, the squared standard error of d is
 

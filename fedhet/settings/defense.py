@@ -50,13 +50,13 @@ class AttackSettings(Schema):
     ] = Field(
         "none",
         description="poisoning attack. paf, lie, and ofom poison the logits and weights of "
-        "clients drawn anew in each round. The other attacks use the same clients in all rounds, "
-        "and poison all values of a reply: multiplication by -1 (sign-flip), by attack.scale "
-        "(scale), or alternately by attack.scale and -attack.scale (alternating), or addition of a "
-        "vector that grows to attack.scale times the reply's norm (drift). Or they add "
-        "attack.scale to one value in the smallest tensor, such as a bias (small-tensor). Or they "
-        "poison the training data in simulations: reversed order of the labels (label-flip), or a "
-        "bright square and the first class in half of the images (backdoor)",
+        "clients drawn anew in each round. The other attacks use the same clients in all rounds. "
+        "All values of a reply are multiplied by -1 (sign-flip), by attack.scale (scale), or "
+        "alternately by attack.scale and -attack.scale (alternating). drift adds a vector that "
+        "grows to attack.scale times the reply's norm, and small-tensor adds attack.scale to one "
+        "value in the smallest tensor, such as a bias. In simulations, label-flip reverses the "
+        "order of the labels, and backdoor adds a bright square to half of the images, with the "
+        "first class as their label",
     )  # fmt: skip
     attackers: CountOrNone = Field(
         0,

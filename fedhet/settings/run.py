@@ -122,7 +122,7 @@ class DataSettings(Schema):
         description="fraction of each client's training samples held out for validation. Sweeps, "
         "'early-stopping', and 'keep-best' select on these samples; 0 = none, so they select on "
         "test data; auto = 0.1 in sweeps and with 'early-stopping' or 'keep-best', or 0 in other "
-        "runs and with [privacy]",
+        "runs and with differential privacy or secure aggregation",
     )
     image_size: Side = Field(
         0,

@@ -371,8 +371,8 @@ class HetStrategy(Strategy):
             labeled: Whether the method uses the labels.
 
         Raises:
-            DataError: If the public set does not match the task or differs from the public set of
-                the sites, or if it is another dataset that contains samples of the common test set.
+            DataError: If the public set does not match the task, differs from the sites' public
+                set, or is another dataset with samples of the common test set.
             SettingsError: If `labeled` is set and the public set has no labels.
         """
         client = self.reference_client
@@ -497,7 +497,7 @@ class HetStrategy(Strategy):
             self._check_instructions(round, instructions, self.members)
         except Exception as error:
             if is_user_code_error(error) or isinstance(error, InvalidInstructionError):
-                self._instruct_error = error  # Otherwise, the failure would be the client's.
+                self._instruct_error = error  # Do not count it as the client's failure.
             raise
         return self._codec.encode_all(round, instructions, differences=False)[client.name]
 
