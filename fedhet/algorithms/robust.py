@@ -116,9 +116,10 @@ def relative_distances(tensors: Iterable[tuple[Array, int, float]], fraction: fl
 
     The distances of each tensor are divided by the tensor's typical distance. The result is the
     larger of two numbers: the mean over the tensors, weighted by their sizes, and the largest
-    distance of a single tensor, divided by `tolerance`. A client is therefore an outlier if it differs
-    strongly in one small tensor, or moderately in all tensors. If the typical distance is 0, all
-    other distances are MAX_RELATIVE. The result is NaN for clients without common coordinates.
+    distance of a single tensor, divided by `tolerance`. A client is therefore an outlier if it
+    differs strongly in one small tensor, or moderately in all tensors. If the typical distance is
+    0, all other distances are MAX_RELATIVE. The result is NaN for clients without common
+    coordinates.
 
     Args:
         tensors: Squared distances [K, K], number of coordinates, and lower bound of the typical

@@ -343,8 +343,8 @@ def recommendations(results: FieldResults) -> Cells:
     """Build the table of the methods to try first, by situation and by test set.
 
     A row names the methods with the largest differences from local training whose confidence
-    intervals are above zero. It shows each difference with its standard error. A separate column names methods
-    with an even larger difference that is within noise, which more seeds may confirm.
+    intervals are above zero. It shows each difference with its standard error. A separate column
+    names methods with an even larger difference that is within noise, which more seeds may confirm.
     """
     rows = []
     for situation, protocol in product(SITUATIONS, PROTOCOLS):

@@ -407,8 +407,8 @@ def better_kind_line(run: Run) -> str:
         return ""
     return (
         f"the kind {best} has a higher score than the headline kind {kind} {where(protocol)}: "
-        f"{score(scores[best])} instead of {score(headline)}, a difference of more than twice the error "
-        f"({score(error)}) due to {samples_text([samples])}"
+        f"{score(scores[best])} instead of {score(headline)}, a difference of more than twice the "
+        f"error ({score(error)}) due to {samples_text([samples])}"
     )
 
 
