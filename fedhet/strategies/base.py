@@ -468,7 +468,7 @@ class HetStrategy(Strategy):
         calls: list[tuple[ClientProxy, FitIns]] = []
         if not self.spec.large_messages:
             instructions = {m.info.name: self.instruct(server_round, m.info) for m in selected}
-            self._check_instructions(server_round, instructions, self.members)
+            check_instructions(self, server_round, instructions, self.members)
             payloads = self._codec.encode_all(server_round, instructions)
         for member in selected:
             name = member.info.name
@@ -494,51 +494,12 @@ class HetStrategy(Strategy):
         """
         try:
             instructions = {client.name: self.instruct(round, client)}
-            self._check_instructions(round, instructions, self.members)
+            check_instructions(self, round, instructions, self.members)
         except Exception as error:
             if is_user_code_error(error) or isinstance(error, InvalidInstructionError):
                 self._instruct_error = error  # Do not count it as the client's failure.
             raise
         return self._codec.encode_all(round, instructions, differences=False)[client.name]
-
-    def _check_instructions(
-        self,
-        round: int,
-        instructions: Mapping[str, Knowledge],
-        members: Mapping[str, Member],
-        *,
-        training: bool = True,
-    ) -> None:
-        """Check instructions before they are sent, because clients would have to reject them.
-
-        An instruction for several clients is checked once for each distinct set of sizes. Raises
-        InvalidInstructionError if an instruction violates the contract.
-        """
-        checked: dict[int, list[Sizes]] = {}
-        hook = type(self).instruct if training else type(self).eval_instruction
-        for name, knowledge in instructions.items():
-            if not isinstance(knowledge, Knowledge):
-                raise TypeError(f"{hook.__name__} must return Knowledge, got {knowledge!r:.100}")
-            if not (training or knowledge.tensors or knowledge.scalars):
-                continue  # Clients may evaluate without an instruction.
-            sizes = self.instruction_sizes(members[name].info)
-            if sizes in (done := checked.setdefault(id(knowledge), [])):
-                continue
-            done.append(sizes)
-            try:
-                self.spec.instructions.check(SERVER, knowledge.tensors, knowledge.scalars, sizes)
-            except KnowledgeError as error:
-                is_first = training and not self.state.rollback.formed
-                causes = (type(self).init if is_first else type(self).aggregate, hook)
-                own = [each for each in causes if each.__module__ != HetStrategy.__module__]
-                fields = {field.name: field for field in self.spec.instructions.fields}
-                field = fields.get(error.field.partition("/")[0])
-                declared = f" ({field.name} = {field.describe()})" if field else ""
-                raise InvalidInstructionError(
-                    f"method '{self.run.method}': the instruction for {name} in round {round} "
-                    f"violates MethodSpec.instructions{declared}: {error.reason}. Correct "
-                    f"{' or '.join(map(definition_of, own or causes))}."
-                ) from None
 
     def _proxy(self, member: Member, **options: Any) -> NamedProxy:
         """Return the proxy that sends a message to a member."""
@@ -629,7 +590,7 @@ class HetStrategy(Strategy):
             self._finish_round()
             return []
         all_members, held_out = {**self.members, **self._held_out.members}, self._held_out.names
-        self._check_instructions(server_round, instructions, all_members, training=False)
+        check_instructions(self, server_round, instructions, all_members, training=False)
         payloads = self._codec.encode_all(server_round, instructions, training=False)
         calls: list[tuple[ClientProxy, EvaluateIns]] = [
             (
@@ -724,3 +685,43 @@ class HetStrategy(Strategy):
         kept = {self.state.rollback.good, self.log.best_round}
         self.log.checkpoints.write(record.round, tensors, metadata, kept)
         self.collector.remove_used(self.state.reply_rounds)
+
+
+def check_instructions(
+    strategy: HetStrategy,
+    round: int,
+    instructions: Mapping[str, Knowledge],
+    members: Mapping[str, Member],
+    *,
+    training: bool = True,
+) -> None:
+    """Check instructions before they are sent, because clients would have to reject them.
+
+    An instruction for several clients is checked once for each distinct set of sizes. Raises
+    InvalidInstructionError if an instruction violates the contract.
+    """
+    checked: dict[int, list[Sizes]] = {}
+    hook = type(strategy).instruct if training else type(strategy).eval_instruction
+    for name, knowledge in instructions.items():
+        if not isinstance(knowledge, Knowledge):
+            raise TypeError(f"{hook.__name__} must return Knowledge, got {knowledge!r:.100}")
+        if not (training or knowledge.tensors or knowledge.scalars):
+            continue  # Clients may evaluate without an instruction.
+        sizes = strategy.instruction_sizes(members[name].info)
+        if sizes in (done := checked.setdefault(id(knowledge), [])):
+            continue
+        done.append(sizes)
+        try:
+            strategy.spec.instructions.check(SERVER, knowledge.tensors, knowledge.scalars, sizes)
+        except KnowledgeError as error:
+            is_first = training and not strategy.state.rollback.formed
+            causes = (type(strategy).init if is_first else type(strategy).aggregate, hook)
+            own = [each for each in causes if each.__module__ != HetStrategy.__module__]
+            fields = {field.name: field for field in strategy.spec.instructions.fields}
+            field = fields.get(error.field.partition("/")[0])
+            declared = f" ({field.name} = {field.describe()})" if field else ""
+            raise InvalidInstructionError(
+                f"method '{strategy.run.method}': the instruction for {name} in round {round} "
+                f"violates MethodSpec.instructions{declared}: {error.reason}. Correct "
+                f"{' or '.join(map(definition_of, own or causes))}."
+            ) from None
