@@ -24,7 +24,14 @@ from flwr.client import Client, ClientApp, NumPyClient
 from flwr.common import Context, NDArrays, Scalar
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError, StateError, error_text
+from fedhet.base.errors import (
+    FedhetError,
+    KnowledgeError,
+    SettingsError,
+    StateError,
+    error_text,
+    one_line,
+)
 from fedhet.client_runtime.node import (
     ALLOW_MODELS_VARIABLE,
     ALLOW_PATHS_VARIABLE,
@@ -284,4 +291,4 @@ class SiteClient(NumPyClient):
         if not (error := metrics.get("error")):
             return metrics
         LOG.warning("%s", error)
-        return {**metrics, "error": without_paths(str(error), self._site)}
+        return {**metrics, "error": without_paths(one_line(str(error)), self._site)}

@@ -29,6 +29,7 @@ from fedhet.experiments.plan import (
     finished_run,
     plan,
     read_table,
+    table_names,
 )
 from fedhet.report.comparison import smallest
 from fedhet.report.differences import OUTCOMES, Difference, sample_error, samples_text
@@ -152,6 +153,8 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     @cached_property
     def data(self) -> str:
         """Names of the datasets on which the verdicts are based, e.g. "digits, breast-cancer"."""
+        if self.table not in table_names():
+            return "its data"
         planned = plan(self.table, read_table(self.table), self.size, [0], Path(), self.settings)
         default = RunSettings.fields()["data.dataset"].get_default()
         names = (str(run.values.get("data.dataset", default)) for run in planned.runs)

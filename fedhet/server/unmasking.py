@@ -384,8 +384,9 @@ class Unmasking:
                 for maker in makers:
                     owners.setdefault(maker, set()).add(name)
                     accusers.setdefault(maker, set()).add(name)
-            # Honest clients are the majority, so a majority of accusers is right.
-            majority = len(answers.keys() & {*group.survivors}) // 2 + 1
+            # Honest clients are the majority of the cohort, so a majority of it is right. Malicious
+            # clients can be the majority of the clients that answered.
+            majority = len(group.cohort) // 2 + 1
             senders |= {owner for owner, names in owners.items() if len(names) >= majority}
             revealers |= {name for name, makers in faults_of.items() if len(makers) >= majority}
         guilty = {*dealers, *senders, *revealers}

@@ -354,14 +354,10 @@ class HetStrategy(Strategy):
             name: Name of the model, or "" for the architecture of the reference client.
             feature_dim: Width of the features before the head, or None for the model's default.
         """
-        client, seed = self.reference_client, self.run.seed
+        client = self.reference_client
+        options: dict[str, Any] = {"kind": client.kind, "seed": self.run.seed}
         return build(
-            name or client.model,
-            client.shape,
-            client.classes,
-            kind=client.kind,
-            seed=seed,
-            feature_dim=feature_dim,
+            name or client.model, client.shape, client.classes, feature_dim=feature_dim, **options
         )
 
     def public_set(self, *, labeled: bool) -> Split:
@@ -378,8 +374,7 @@ class HetStrategy(Strategy):
         client = self.reference_client
         classes = client.classes if labeled else None
         public = self.data.public_set(client.kind, client.shape, classes, client.order)
-        infos = [member.info for member in self.members.values()]
-        site = next((info for info in infos if info.public), None)
+        site = next((m.info for m in self.members.values() if m.info.public), None)
         if site and site.public != self.data.public_digest(client.kind, client.shape):
             raise DataError(
                 "data.public-dataset: the server's public set differs from the public set of "
