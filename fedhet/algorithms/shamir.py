@@ -71,13 +71,11 @@ def _moment(shares: Mapping[int, bytes], power: int) -> int:
     of share `j` is multiplied by 1 - j / a, so the value changes by -1 / a times moment 1.
     """
     numbers = tuple(shares)
-    return (
-        sum(
-            weight * int.from_bytes(share, "big") * number**power
-            for weight, (number, share) in zip(_weights(numbers), shares.items(), strict=True)
-        )
-        % PRIME
+    total: int = sum(
+        weight * int.from_bytes(share, "big") * number**power
+        for weight, (number, share) in zip(_weights(numbers), shares.items(), strict=True)
     )
+    return total % PRIME
 
 
 @lru_cache(maxsize=8)

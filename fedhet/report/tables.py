@@ -366,7 +366,7 @@ def baseline_line(run: Run) -> str:
     if baseline is None or run.baseline_column is None:
         return ""
     first, sign = run.columns[0][0], -1 if metric_of(run.metric).lower_is_better else 1
-    parts = []
+    parts: list[str] = []
     for protocol in sorted({*run.protocols} & {*baseline.protocols} - {VALIDATION} | {first}):
         kinds = run.kinds(protocol)[0], baseline.kinds(protocol)[0]
         if protocol == first:
