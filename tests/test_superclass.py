@@ -223,7 +223,8 @@ def test_the_settings_spell_it():
     }  # fmt: skip
     spec = DataSpec.of(resolve(said).run)
     assert (spec.label_space, spec.subclasses, spec.samples_per_class) == ((2, 3), (1, 1), 9)
-    assert spec == DIGITS.replace(subclasses=(1, 1), samples_per_class=9)
+    own = {"subclasses": (1, 1), "samples_per_class": 9, "validation_fraction": 0.0}
+    assert spec == DIGITS.replace(**own)
     assert DataSpec.of(resolve({}).run).subclasses == "all"
     for text, ends in (("6-8", (6, 8)), ("7", (7,)), ("1,1", (1, 1)), ("all", "all")):
         assert parse_pairs([f"subclasses={text}"]) == {"data.subclasses": ends}
