@@ -275,12 +275,12 @@ def _geometric_medians(
         points = values.reshape(len(values), -1)
         total = total + np.nan_to_num(mean_squares(points)) * points.shape[1]
         by_row = by_row or (has_ids and bool(np.isnan(points).any()))
-    weights = geometric_weights(total)
+    if not by_row:
+        weights = geometric_weights(total)
+        yield from (weighted_mean(stack(name), weights) for name in names)
+        return
     for name in names:
         values = stack(name)
-        if not by_row:
-            yield weighted_mean(values, weights)
-            continue
         medians = np.full(values.shape[1:], np.nan)
         for row in range(values.shape[1]):
             points = values[:, row].reshape(len(values), -1)

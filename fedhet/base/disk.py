@@ -106,14 +106,14 @@ def check_secret(path: Path) -> None:
     """
     if not is_secret(path):
         status = path.stat()
-        found = f"mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}, group "
-        found += f"{status.st_gid}"
+        owner = f"user {status.st_uid}, group {status.st_gid}"
+        access = f"mode {stat.S_IMODE(status.st_mode):o}, {owner}"
         command = "chmod 600"
         if any(_named_readers(path)):
-            found, command = f"{found}, and an access control list", "setfacl -b"
+            access, command = f"{access}, and an access control list", "setfacl -b"
         raise SettingsError(
             f"{path}: expected a file that only its owner and this process's groups can read, got "
-            f"{found}. Use `{command} {path}`."
+            f"{access}. Use `{command} {path}`."
         )
 
 

@@ -215,10 +215,10 @@ class Masking:
                 value = values[part.name]
                 if part.kind == "integer" or not is_finite:
                     zeros = np.zeros_like(value)
-                    told = self._instruction.get(part.name, zeros)
-                    is_comparable = (told.shape, told.dtype) == (value.shape, value.dtype)
-                    is_usable = is_comparable and np.isfinite(told).all()
-                    values[part.name] = told if is_usable else zeros
+                    received = self._instruction.get(part.name, zeros)
+                    is_same_type = (received.shape, received.dtype) == (value.shape, value.dtype)
+                    is_usable = is_same_type and np.isfinite(received).all()
+                    values[part.name] = received if is_usable else zeros
                 if part.kind == "totals":
                     values[part.name] = np.full_like(value, self._weight)
             vector, clipped = layout.encode(values, self._weight, self._peers.max_weight, rows)
