@@ -351,17 +351,17 @@ def recommendations(results: FieldResults) -> Cells:
         cells = situation.cells(results.plan)
         admitted = [name for name in results.ranked_methods if situation.admits(name)]
         each = {name: difference(results, name, protocol, cells) for name in admitted}
-        found = {name: d for name, d in each.items() if not math.isnan(d.mean)}
-        better = [name for name in found if found[name].outcome() == "holds"]
-        better.sort(key=lambda name: -found[name].mean)
-        texts = [f"{name} {_points(found[name])}" for name in better[:MAX_RECOMMENDED]]
+        measured = {name: d for name, d in each.items() if not math.isnan(d.mean)}
+        better = [name for name in measured if measured[name].outcome() == "holds"]
+        better.sort(key=lambda name: -measured[name].mean)
+        texts = [f"{name} {_points(measured[name])}" for name in better[:MAX_RECOMMENDED]]
         text = ", ".join(texts) or f"{BASELINE} (no method is clearly better)"
-        least = max((found[name].mean for name in better), default=0.0)
-        unclear = [n for n in found if found[n].mean > least and n not in better]
-        unclear.sort(key=lambda name: -found[name].mean)
-        noisy = ", ".join(f"{n} {_points(found[n])}" for n in unclear[:MAX_UNCLEAR]) or ABSENT
+        least = max((measured[name].mean for name in better), default=0.0)
+        unclear = [n for n in measured if measured[n].mean > least and n not in better]
+        unclear.sort(key=lambda name: -measured[name].mean)
+        noisy = ", ".join(f"{n} {_points(measured[n])}" for n in unclear[:MAX_UNCLEAR]) or ABSENT
         runs = len(cells) * len(results.plan.seeds)
-        count = f"{len(better)} of {len(found)}"
+        count = f"{len(better)} of {len(measured)}"
         rows.append((situation.says, protocol, text, noisy, count, runs))
     above, noise = f"points above {BASELINE}", "larger, but within noise"
     titles = ("situation", "test set", above, noise, "better", "runs")
@@ -376,19 +376,19 @@ def differences(results: FieldResults) -> Cells:
     columns: dict[str, Sequence[Cell]] = {"method": [Cell(name) for name in names]}
     for protocol, pools in product(PROTOCOLS, (("homogeneous",), SEVERAL)):
         cells = [cell for cell in results.plan.cells if cell[0] in pools]
-        found = [difference(results, name, protocol, cells) for name in names]
+        gains = [difference(results, name, protocol, cells) for name in names]
         title = f"{protocol}, {'one' if len(pools) == 1 else 'several'}"
         columns[title] = [
             Cell(ABSENT, math.nan)
             if math.isnan(each.mean)
             else Cell(f"{_points(each)}{MARK if each.is_clear else ''}", each.mean)
-            for each in found
+            for each in gains
         ]
     return Cells(columns)
 
 
-def _points(found: Difference) -> str:
-    return f"{found.mean:+.1f} ± {found.se:.1f}".replace("-", "\N{MINUS SIGN}")
+def _points(gain: Difference) -> str:
+    return f"{gain.mean:+.1f} ± {gain.se:.1f}".replace("-", "\N{MINUS SIGN}")
 
 
 def page_parts(results: FieldResults, says: str) -> dict[str, str]:
