@@ -153,7 +153,8 @@ class Going:
 
     def survivors(self, round: int) -> list[str]:
         """Return the sites whose shares the server requests, once it has written them."""
-        return (self.group(round) or [[]])[-1]
+        *_, survivors, _ = self.group(round) or [[], False]
+        return survivors
 
     def check_sum(self, round: int, *without: int) -> None:
         """Compare the server's weights after a round with the mean of the sites' own models."""

@@ -122,9 +122,7 @@ class Unmasking:
         if config.run.resume and (path := directory / STATE).exists():
             try:
                 for number, (nonce, groups) in read_json(path).items():
-                    parsed = [
-                        Group(n, a, tuple(c), tuple(s), *lost) for n, a, c, s, *lost in groups
-                    ]
+                    parsed = [Group(n, a, tuple(c), tuple(s), lost) for n, a, c, s, lost in groups]
                     self._requests[int(number)] = RoundRequest(str(nonce), parsed)
             except (ValueError, TypeError, AttributeError) as error:
                 raise StateError(f"{path}: damaged ({error_text(error)})") from None
