@@ -48,7 +48,7 @@ from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
 from fedhet.data.spec import Dataset, Split
-from fedhet.data.tasks import MultiLabel, Regression
+from fedhet.tasks import MultiLabel, Regression
 from fedhet.data.texts import VARIABLE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedhet.base.errors import SettingsError
 from fedhet.config.reference import reference
 from fedhet.config.resolve import resolve
-from fedhet.data.tasks import CLASSIFICATION, MultiLabel, Regression
+from fedhet.tasks import CLASSIFICATION, MultiLabel, Regression
 from fedhet.inference import api
 from fedhet.inference.client import open_client
 from fedhet.methods.registry import find_method, shipped_names

@@ -29,7 +29,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema, labeled_split, read_schema
-from fedhet.data.tasks import MultiLabel, task_of
+from fedhet.tasks import MultiLabel, task_of
 from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export

@@ -14,7 +14,7 @@ from sklearn.svm import SVR
 from fedhet.algorithms.distillation import SelectionByError, fuse
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.data.tasks import Regression
+from fedhet.tasks import Regression
 from fedhet.inference.client import open_client
 from fedhet.models import build_any
 

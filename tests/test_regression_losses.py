@@ -33,7 +33,7 @@ from fedhet.data.cells import read_table
 from fedhet.data.spec import DataSpec, Split
 from fedhet.data.store import RunData, order_of, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema
-from fedhet.data.tasks import Regression, stored_task, task_of
+from fedhet.tasks import Regression, stored_task, task_of
 from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export

@@ -17,7 +17,7 @@ from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.store import RunData, order_of
 from fedhet.data.tables import read_schema
-from fedhet.data.tasks import Regression
+from fedhet.tasks import Regression
 from fedhet.inference.client import open_client, read_inputs
 
 COUNT = 36
@@ -263,7 +263,7 @@ def test_a_function_may_return_numbers(tmp_path, monkeypatch):
     (tmp_path / "own_numbers.py").write_text(
         "import numpy as np, torch\n"
         "from fedhet.data.spec import Dataset, Split\n"
-        "from fedhet.data.tasks import Regression\n"
+        "from fedhet.tasks import Regression\n"
         "x = np.arange(150, dtype=np.float32).reshape(30, 5)\n"
         "def pair(): return x, x[:, 0] / 7\n"
         "def named(): return {'train': (x, x[:, :2]), 'test': (x[:5], x[:5, :2]),\n"

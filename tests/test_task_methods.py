@@ -46,7 +46,7 @@ from fedhet.data.site import Declaration
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, order_of
 from fedhet.data.tables import infer_schema
-from fedhet.data.tasks import Classification, Regression
+from fedhet.tasks import Classification, Regression
 from fedhet.engines import simulate as simulation
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import optimization_for

@@ -30,7 +30,7 @@ from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import DataSpec, Split
 from fedhet.data.store import RunData, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema, labeled_split, read_schema
-from fedhet.data.tasks import Regression, find_task, task_of
+from fedhet.tasks import Regression, find_task, task_of
 from fedhet.inference.api import Result, compare
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export

@@ -13,7 +13,7 @@ The teacher is:
 Shapes: N samples, C classes, K clients; logits are [N, C] or [K, N, C].
 
 Losses with arguments `loss_of` and `divergence_of` also support other tasks (see
-`fedhet.data.tasks.Task`). The outputs [N, C] of these tasks take the place of the logits.
+`fedhet.tasks.Task`). The outputs [N, C] of these tasks take the place of the logits.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Table
 
+from fedhet.base.errors import SettingsError
 from fedhet.cli import options
 from fedhet.cli.options import console, listing, loading, option, say
 from fedhet.config import reference
@@ -169,37 +170,17 @@ def schema_command(
     table: Annotated[
         Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines, Parquet, or .npz file.")
     ],
-    target: Annotated[str, typer.Option(help="Label column.")],
-    columns: Annotated[
-        str, option("NAME,NAME…", "Feature columns.", default="all but the target")
+    target: Annotated[
+        str, typer.Option(help="Label column. Not needed if the schema exists already.")
     ] = "",
     exclude: Annotated[
         str, option("NAME,NAME…", "Columns that are not features, such as the site.")
-    ] = "",
-    categories: Annotated[
-        str,
-        option(
-            "NAME,NAME…",
-            "Numeric columns to treat as categories, such as codes.",
-        ),
-    ] = "",
-    missing: Annotated[
-        str, option("MARK,MARK…", "Additional markers for missing values, such as -999.")
     ] = "",
     task: Annotated[
         str,
         typer.Option(
             help="Task: auto, classification, regression (predicts numbers), or multi-label "
             "(predicts several labels)."
-        ),
-    ] = "auto",
-    decimal: Annotated[
-        str, typer.Option(help="Decimal separator: auto, point, or comma.")
-    ] = "auto",
-    date_order: Annotated[
-        str,
-        typer.Option(
-            help="Order of day, month, and year in dates other than ISO 8601: auto, dmy, or mdy."
         ),
     ] = "auto",
     targets_only: Annotated[
@@ -209,37 +190,58 @@ def schema_command(
             "texts. Always on for .npz files."
         ),
     ] = False,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")] = Path("schema.toml"),
+    out: Annotated[
+        Path | None, option("FILE", "Output file.", default="schema.toml next to the table")
+    ] = None,
 ) -> None:
-    """Write the schema of a table. All sites of a deployment must use the same schema."""
+    """Write the schema of a table, or complete the schema next to the table.
+
+    If the type of a column is unclear, the schema contains the type '?' with examples of values.
+    Replace it, and run the command again. All sites of a deployment use the same schema.
+    """
     from fedhet.base.disk import write_text
-    from fedhet.data.cells import read_table
+    from fedhet.data.rows import read_table
+    from fedhet.data.schemas import SCHEMA, read_schema
     from fedhet.data.spec import DataSpec
-    from fedhet.data.tables import infer_schema
+    from fedhet.data.tables import comments, infer_schema
+    from fedhet.data.targets import array_table, infer_targets
     from fedhet.settings.schema import build
 
-    lists = {"columns": columns, "exclude": exclude, "categories": categories, "missing": missing}
-    names = {
-        key: tuple(name.strip() for name in value.split(",") if name.strip())
-        for key, value in lists.items()
-    }
-    settings = {"target": target, "task": task, "decimal": decimal, "date-order": date_order}
-    spec = build(DataSpec, {**settings, **names}, prefix="data.")
-    if table.suffix == ".npz" or targets_only:
-        # These modules import PyTorch, which the schema of a table does not need.
-        from fedhet.data.labels import array_cells, infer_targets
+    out = out or table.parent / SCHEMA
+    declared = read_schema(out) if out.exists() else None
+    if declared and target not in ("", declared.target):
+        raise SettingsError(
+            f"--target: expected {declared.target!r}, the target in {out}, got {target!r}. Choose "
+            "another file with --out."
+        )
+    names = tuple(name.strip() for name in exclude.split(",") if name.strip())
+    settings = {"target": target, "task": task, "exclude": names}
+    if declared:
+        settings |= {"target": declared.target, "task": declared.task}
+    spec = build(DataSpec, settings, prefix="data.")
+    unclear: list[str] = []
+    lines: dict[str, str] = {}
+    if table.suffix == ".npz":
+        # This module imports PyTorch, which the schema of a table does not need.
         from fedhet.data.sources.files import read_arrays
 
-        if table.suffix == ".npz":
-            cells = array_cells(read_arrays(table, ("y",), spec)["y"], table, spec)
-        else:
-            cells = read_table(table, spec)
-        schema = infer_targets(cells, spec, say)
+        rows = array_table(read_arrays(table, ("y",), spec)["y"], table, spec)
+        schema = infer_targets(rows, spec, say, declared)
+    elif targets_only:
+        schema = infer_targets(read_table(table, spec), spec, say, declared)
     else:
-        schema = infer_schema(read_table(table, spec), spec, say)
-    write_text(out, schema.to_toml())
+        rows = read_table(table, spec)
+        schema = infer_schema(rows, spec, say, declared, draft=True)
+        unclear = [column.name for column in schema.columns if column.type == "?"]
+        lines = comments(rows, unclear)
+    write_text(out, schema.to_toml(lines))
+    features = [column for column in schema.columns if column.type not in ("?", "ignore")]
     say(
-        f"{len(schema.columns)} columns, {sum(schema.widths)} features; "
+        f"{len(features)} columns, {sum(column.width for column in features)} features; "
         f"{schema.task_object.noun}: {', '.join(schema.outputs)}"
     )
+    for line in lines.values():
+        say(line)
+    if unclear:
+        say(f"Replace the type '?' of {len(unclear)} columns in the schema, and run this again.")
     say(f"schema: {out}")

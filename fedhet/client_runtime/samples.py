@@ -25,6 +25,7 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labeled_parts
+from fedhet.data.schemas import TableSchema
 from fedhet.data.site import site_data
 from fedhet.data.spec import ClientData, Dataset, Split, Stored
 from fedhet.data.store import (
@@ -35,14 +36,13 @@ from fedhet.data.store import (
     check_no_overlap,
     order_of,
 )
-from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task, task_for
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
 from fedhet.runs.records import VALIDATION
 from fedhet.runs.storage import CHECKPOINTS
 from fedhet.settings.run import PLACE, held_out_clients
+from fedhet.tasks import CLASSIFICATION, AnyTask, Task, task_for
 from fedhet.wire.identity import (
     MAX_CLASSES,
     MAX_SAMPLES,

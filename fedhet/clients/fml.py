@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from fedhet.algorithms.distillation import mutual_loss
 from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
-from fedhet.data.tasks import Task
 from fedhet.methods.fml import FmlSettings
 from fedhet.models import HetModel, load_weights, to_arrays
+from fedhet.tasks import Task
 from fedhet.wire.knowledge import Knowledge
 
 

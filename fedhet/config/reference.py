@@ -34,7 +34,6 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
-from fedhet.data.tasks import LIKELIHOOD, LOSS, TASKS
 from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import Late, MethodSpec
@@ -42,6 +41,7 @@ from fedhet.settings.defense import ROBUST
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import allowed_values, kebab, nest, plain
 from fedhet.settings.text import as_text
+from fedhet.tasks import LIKELIHOOD, LOSS, TASKS
 from fedhet.wire.contract import Contract
 
 HEAD = """# Reference of the settings

@@ -23,7 +23,6 @@ from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
-from fedhet.data.tasks import CLASSIFICATION, find_task, task_for
 from fedhet.kinds import IMAGE, KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -32,6 +31,7 @@ from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, invalid_setting, kebab, nest
 from fedhet.settings.text import AUTO
+from fedhet.tasks import CLASSIFICATION, find_task, task_for
 from fedhet.wire.contract import floating, poisonable
 from fedhet.wire.identity import ClientInfo
 

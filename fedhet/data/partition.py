@@ -27,8 +27,8 @@ from fedhet.data.spec import (
     preserve_global_rng,
     stratified,
 )
-from fedhet.data.tasks import CLASSIFICATION
 from fedhet.settings.run import DataSettings
+from fedhet.tasks import CLASSIFICATION
 
 _DRAWS = 20
 """Maximum number of draws to find a partition that satisfies the constraints."""

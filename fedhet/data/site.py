@@ -13,11 +13,12 @@ import torch
 
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
-from fedhet.data.cells import find_rows, read_table
 from fedhet.data.class_folders import TRAIN, UNLABELED, Files, Scan, contains_samples, find_tree
 from fedhet.data.images import IMAGES
 from fedhet.data.labels import find_label_tables, read_label_tables
 from fedhet.data.partition import hold_out, hold_out_validation
+from fedhet.data.rows import find_rows, read_table
+from fedhet.data.schemas import SCHEMA, TableSchema, read_schema
 from fedhet.data.sources import sample_kind
 from fedhet.data.sources.files import MAX_CLASSES, read_pair, target_fields
 from fedhet.data.spec import (
@@ -31,16 +32,14 @@ from fedhet.data.spec import (
     preserve_global_rng,
     reading,
 )
-from fedhet.data.tables import TableSchema, labeled_split, read_schema
-from fedhet.data.tasks import CLASSIFICATION, Classification, Task, find_task
+from fedhet.data.tables import labeled_split
 from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import build, invalid_setting, kebab
+from fedhet.tasks import CLASSIFICATION, Classification, Task, find_task
 
 LOG = logging.getLogger("fedhet")
-SCHEMA = "schema.toml"
-"""Name of the schema file for a site's table or targets; all sites share the same schema."""
 DECLARATION = "site.toml"
 """Declaration file of a site for runs that hide its samples (`PrivacySettings.hides_samples`): data
 settings, number of classes, and shape."""
@@ -99,7 +98,7 @@ class Declaration:
             declared = dict(read_toml_tables(path)) if path.exists() else {}
         except (OSError, StateError) as error:
             raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
-        schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
+        schema = _site_schema(root) if (root / SCHEMA).exists() else None
         if not path.exists() and not (schema and schema.columns):
             raise DataError(f"{path}: file not found. {_DECLARE}")
         number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
@@ -338,7 +337,7 @@ def _read(
     is_classification = find_task(spec.task) is Classification
     rows, is_npz = find_rows(root, "train"), (root / "train.npz").exists()
     has_schema = (root / SCHEMA).exists() and (rows is not None or not is_classification)
-    schema = read_schema(root / SCHEMA) if has_schema else None
+    schema = _site_schema(root) if has_schema else None
     if schema is None and not is_classification:
         raise DataError(
             f"{root / SCHEMA}: file not found, expected the scale of the targets, which all sites "
@@ -406,7 +405,7 @@ def _read_rows(
     test_rows = find_rows(root, "test")
     if sample_kind(spec) is not TABLE and not (schema and schema.columns):
         return read_texts(rows, test_rows, spec, names, classes, schema)
-    schema = schema or read_schema(root / SCHEMA)  # `read_schema` reports a missing file.
+    schema = schema or _site_schema(root)  # `_site_schema` reports a missing file.
     if not schema.columns:
         raise DataError(
             f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
@@ -470,6 +469,11 @@ def _check_targets(schema: TableSchema, root: Path, classes: int, spec: DataSpec
     return task
 
 
+def _site_schema(root: Path) -> TableSchema:
+    """Read a site's schema, which all sites share. Raises DataError if it is incomplete."""
+    return read_schema(root / SCHEMA).check_fitted(root / SCHEMA)
+
+
 class SiteOutputs(NamedTuple):
     """Outputs of a site's models, as described by the files that all sites share."""
 
@@ -484,7 +488,7 @@ def site_outputs(root: Path) -> SiteOutputs | None:
     Raises DataError if the file is invalid.
     """
     if (root / SCHEMA).exists():
-        schema = read_schema(root / SCHEMA)
+        schema = _site_schema(root)
         return SiteOutputs(schema.outputs, schema, schema.task_object)
     names = _read_class_names(root, None)
     return SiteOutputs(names, None, CLASSIFICATION) if names else None

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhet.base.errors import DataError, error_reason
-from fedhet.data.tasks import CLASSIFICATION, Task
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings, draw_held_out
 from fedhet.settings.schema import Count, CountOrNone
+from fedhet.tasks import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedhet.data.tables import TableSchema
+    from fedhet.data.schemas import TableSchema
 
 Index = npt.NDArray[np.int64]
 

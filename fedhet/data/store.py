@@ -46,6 +46,7 @@ from fedhet.data.partition import (
     partition,
     split_labels,
 )
+from fedhet.data.schemas import TableSchema
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import (
     FIXED_SEED,
@@ -59,8 +60,9 @@ from fedhet.data.spec import (
     stratified,
     subset_rows,
 )
-from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import (
+from fedhet.kinds import KINDS, Shape
+from fedhet.settings.run import RunSettings
+from fedhet.tasks import (
     CLASSIFICATION,
     AnyTask,
     Classification,
@@ -68,8 +70,6 @@ from fedhet.data.tasks import (
     find_task,
     stored_task,
 )
-from fedhet.kinds import KINDS, Shape
-from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import class_names_digest, client_name
 
 T = TypeVar("T")

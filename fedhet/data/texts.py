@@ -28,15 +28,14 @@ import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason, nearest
-from fedhet.data.cells import Cells, TextRows, read_bounded, read_rows, read_table
+from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason
 from fedhet.data.class_folders import Files
-from fedhet.data.labels import infer_targets
-from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_owners, reading
-from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import AUTO, MAX_CLASSES, Classification, find_task
-from fedhet.data.values import MANY_CLASSES, Words, class_words
+from fedhet.data.rows import Table, read_bounded, read_table
+from fedhet.data.schemas import TableSchema, find_schema
+from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, reading
+from fedhet.data.targets import find_classes, infer_targets, read_targets
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
+from fedhet.tasks import AUTO, Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
@@ -261,64 +260,47 @@ def read_texts(
     Raises:
         DataError: If a file is invalid, or the number of classes differs from `classes`.
     """
-    if find_task(spec.task) is not Classification:
-        return _read_texts_with_targets(train, test, spec, schema)
-    rows, names = read_rows(train, spec), tuple(names)
-    if not names:
-        column, numbers = spec.label_column, tuple(map(str, range(classes)))
-        exact = not classes and column in spec.categories
-        many = MANY_CLASSES if spec.task == AUTO else MAX_CLASSES
-        max_numbers = classes or many
-        names, words = class_words(rows.labels, train, column, exact=exact, max_numbers=max_numbers)
-        names = numbers if set(words.values()) <= set(numbers) else names
-    if classes and len(names) != classes:
+    target = schema.target if schema else spec.target or spec.label_column.strip()
+    spec, columns = spec.replace(target=target), tuple(spec.text_column)
+    rows = read_table(train, spec, texts=columns)
+    declared = schema or find_schema(train)
+    if find_task(spec.task) is Classification and not names:
+        where = f"{train}: column {target!r}"
+        limit = AUTO if spec.task == AUTO and not classes else Classification.name
+        found = find_classes(rows.column(target).texts, where, limit)
+        numbers = tuple(map(str, range(classes)))
+        names = numbers if {*found} <= {*numbers} else found
+    if names and schema is None:
+        schema = TableSchema(target=target, classes=tuple(names))
+    schema = schema or infer_targets(rows, spec, declared=declared)
+    task = schema.task_object
+    if classes and len(schema.outputs) != classes:
         raise DataError(
             f"{train}: expected {classes} different labels, one for each class of the run, got "
-            f"{len(names)}. If some are missing, list all classes of the run in "
+            f"{len(schema.outputs)}. If some are missing, list all classes of the run in "
             f"{train.parent / 'classes.txt'}, in the order that the run uses."
         )
+
+    def split(table: Table) -> Split:
+        parts = [table.column(name) for name in columns]
+        for name, values in zip(columns, parts, strict=True):
+            if len(parts) == 1 and "" in values.texts:
+                row = values.first_row(values.texts.index(""))
+                raise table.error(name, row, "the text is missing")
+        texts = list(map(" ".join, zip(*(each.rows() for each in parts), strict=True)))
+        return Split(tokenize(texts, spec, table.path), read_targets(schema, table))
+
     return Dataset(
         spec.dataset,
-        _tokenized_split(rows, names, spec, train),
-        _tokenized_split(read_rows(test, spec), names, spec, test) if test else None,
-        names,
+        split(rows),
+        split(read_table(test, spec, texts=columns)) if test else None,
+        schema.outputs,
         kind=TEXT.name,
         shape=text_sample_shape(spec),
-        **(encode_owners(rows.groups) if rows.groups is not None else {}),
+        **rows.owners(),
+        schema=None if isinstance(task, Classification) else schema,
+        task=task,
     )
-
-
-def _read_texts_with_targets(
-    train: Path, test: Path | None, spec: DataSpec, schema: TableSchema | None
-) -> Dataset:
-    """Read texts with targets from `data.target` or, if it is empty, `data.label-column`."""
-    target = schema.target if schema else spec.target or spec.label_column
-    spec = spec.replace(target=target)
-    rows = read_table(train, spec)
-    schema = schema or infer_targets(rows, spec)
-    task = schema.task_object
-
-    def split(cells: Cells) -> Split:
-        texts = list(map(" ".join, zip(*map(cells.column, spec.text_column), strict=True)))
-        if empty := [row for row, text in enumerate(texts) if not text.strip()]:
-            raise cells.fault(", ".join(spec.text_column), empty[0], "the text is missing")
-        return Split(tokenize(texts, spec, cells.path), task.encode(schema, cells))
-
-    return Dataset(
-        spec.dataset, split(rows), split(read_table(test, spec)) if test else None, schema.outputs,
-        kind=TEXT.name, shape=text_sample_shape(spec), **rows.owners(), schema=schema, task=task,
-    )  # fmt: skip
-
-
-def _tokenized_split(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:
-    words = Words(classes)
-    places = {label: words.place(label) for label in dict.fromkeys(rows.labels)}
-    for line, label in zip(rows.lines, rows.labels, strict=True):
-        if places[label] is None:
-            close = nearest(label, classes)
-            raise DataError(f"{path}: line {line}: unknown class {label!r}{close}")
-    y = np.array([places[label] for label in rows.labels], np.int64)
-    return Split(tokenize(rows.texts, spec, path), torch.from_numpy(y))
 
 
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:

@@ -40,15 +40,14 @@ from fedhet.client_runtime.samples import (
 )
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
-from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
+from fedhet.data.rows import read_table
 from fedhet.data.site import site_outputs
 from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
 from fedhet.data.store import Outputs, RunData
 from fedhet.data.tables import encode
-from fedhet.data.tasks import CLASSIFICATION, THRESHOLD, MultiLabel, Regression
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT
 from fedhet.learning.devices import Compute, compute_for, scaled
@@ -70,6 +69,7 @@ from fedhet.runs.records import COMMON, MAX_ROUNDS, NAN, Headline, Origin
 from fedhet.runs.storage import CHECKPOINTS, Checkpoint, Checkpoints, ClientStore
 from fedhet.runs.units import natural
 from fedhet.server.codec import without_versions
+from fedhet.tasks import CLASSIFICATION, THRESHOLD, MultiLabel, Regression
 from fedhet.wire.identity import SERVER, ClientInfo, client_name
 from fedhet.wire.knowledge import Knowledge
 
@@ -932,8 +932,8 @@ def read_inputs(
         if len(paths) > 1:
             raise DataError(f"{paths[1]}: expected a single table")
         _check_regular(paths[0])
-        cells = read_table(paths[0], bounds)
-        return [f"line {line}" for line in cells.lines], encode(record.table, cells)
+        table = read_table(paths[0], bounds)
+        return [f"row {row}" for row in range(1, len(table) + 1)], encode(record.table, table)
     if arrays and len(paths) > 1:
         raise DataError(f"{arrays[0]}: cannot be combined with other files")
     if arrays:

@@ -20,11 +20,10 @@ from fedhet.base import __version__
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.client_runtime.samples import ServerRecord
+from fedhet.data.rows import MISSING
+from fedhet.data.schemas import TableSchema
 from fedhet.data.spec import Stored
-from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, Regression, Task, stored_task
 from fedhet.data.texts import WORDS, configuration
-from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT
 from fedhet.learning.devices import scaled
@@ -32,6 +31,7 @@ from fedhet.models import HetModel, Refitted
 from fedhet.models.adapted import Adapted, merged_base, peft_config
 from fedhet.runs.records import OWN_DATA
 from fedhet.runs.storage import unshared
+from fedhet.tasks import CLASSIFICATION, Regression, Task, stored_task
 from fedhet.wire.identity import SERVER
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft", "merged")
@@ -63,11 +63,11 @@ class Encoder(nn.Module):
         super().__init__()
         rows: list[tuple[int, int, float, float, int]] = []
         for index, column in enumerate(schema.columns):
-            if column.kind == "category":
-                rows += [(index, _CODE, 0.0, 1.0, code) for code in range(len(column.categories))]
+            if column.type == "category":
+                rows += [(index, _CODE, 0.0, 1.0, code) for code in range(len(column.values))]
             else:
-                rows.append((index, _NUMBER, column.mean, column.deviation, 0))
-            if column.missing:
+                rows.append((index, _NUMBER, *column.scale, 0))
+            if column.optional:
                 rows.append((index, _MISSING, 0.0, 1.0, 0))
         columns, kinds, *scales = zip(*rows, strict=True)
         self.register_buffer("column", torch.tensor(columns))
@@ -243,11 +243,10 @@ SCALING: dict[Stored, str] = {
 VALUES = {
     "number": "the number, without its unit",
     "date": "days since 1970-01-01, with the time of day as a fraction; UTC if no zone is given",
-    "category": "the index in categories, from 0; -1 for any other word",
-    "missing": "NaN for an empty value and for the words in missing (case-insensitive); for "
-    "numbers and dates, also for the words in missing_numbers",
+    "category": "the index in values, from 0; -1 for any other word",
+    "missing": "NaN for an empty value, and for the texts in missing and in the column's missing",
 }
-"""Description of the encoding of table values as numbers, by the kind of column."""
+"""Description of the encoding of table values as numbers, by the type of the column."""
 FEATURES = (
     "number, date: (value - mean) / deviation, or 0 if missing; category: one-hot over the "
     "categories; a column with missing = true adds a feature that is 1 for a missing value and 0 "
@@ -364,8 +363,7 @@ def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
             "scaling": "in the file" if is_scaling else FEATURES,
             "target": schema.target,
             "columns": [column.model_dump(mode="json") for column in schema.columns],
-            "missing": sorted(MISSING | set(schema.missing)),
-            "missing_numbers": sorted(MISSING_NUMBER),
+            "missing": sorted(MISSING),
         }
     shape = tuple(record.shape)
     if record.kind == TEXT.name:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.data.tasks import Task
 from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, Positive, kebab
+from fedhet.tasks import Task
 from fedhet.wire.contract import Contract, TensorField
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 from pydantic import Field, field_validator
 
 from fedhet.algorithms import DigestLoss, ScoreKind
-from fedhet.data.tasks import Task
 from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
+from fedhet.tasks import Task
 from fedhet.wire.contract import Contract, Sum, TensorField
 
 MIN_SAMPLE = 2

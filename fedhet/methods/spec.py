@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import SettingsError
-from fedhet.data.tasks import AUTO, CLASSES, LOSSES, TASKS, Task, find_task
 from fedhet.kinds import Kind
 from fedhet.settings.defense import Average
 from fedhet.settings.run import DataSettings, TrainingSettings
 from fedhet.settings.schema import MethodSettings, build
+from fedhet.tasks import AUTO, CLASSES, LOSSES, TASKS, Task, find_task
 from fedhet.wire.contract import Contract, Sizes, Sum, require
 from fedhet.wire.identity import ClientInfo
 

@@ -20,7 +20,6 @@ from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import ModelError, SettingsError, UserModelError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
-from fedhet.data.tasks import CLASSIFICATION, Task
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, KINDS, Shape
 from fedhet.models import sequences, vision
@@ -70,6 +69,7 @@ from fedhet.models.user_model import (
     is_user_model,
     no_gradients,
 )
+from fedhet.tasks import CLASSIFICATION, Task
 
 __all__ = [
     "DRAWN", "MODELS", "WITHOUT_GRADIENTS", "AllocationLimit", "Ensemble", "Evaluations",

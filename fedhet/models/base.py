@@ -25,11 +25,11 @@ from fedhet.base.errors import ModelError
 from fedhet.base.metrics import ACCURACY
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.data.spec import Split
-from fedhet.data.tasks import CLASSIFICATION, Task
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import Evaluation, evaluating
 from fedhet.models.classical import Refitted
+from fedhet.tasks import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)

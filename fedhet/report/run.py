@@ -223,7 +223,7 @@ class Run:
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
     def majority(self, protocol: str) -> Mapping[str, float]:
-        """Return each client's score for a constant prediction (see `fedhet.data.tasks`).
+        """Return each client's score for a constant prediction (see `fedhet.tasks`).
 
         The result is empty for metrics other than the headline metric.
         """

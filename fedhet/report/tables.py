@@ -28,7 +28,6 @@ from fedhet.base.metrics import (
     is_shown,
     metric_of,
 )
-from fedhet.data.tasks import find_task
 from fedhet.report.comparison import Spread, smallest
 from fedhet.report.differences import sample_error, samples_text
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest, where
@@ -43,6 +42,7 @@ from fedhet.runs.units import (
     shown_path,
     spans,
 )
+from fedhet.tasks import find_task
 
 MARK = "†"
 HELD_OUT_KINDS = (HELD_OUT, HELD_OUT_EPOCH)

@@ -23,7 +23,6 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, error_text, one_line
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
-from fedhet.data.tasks import CLASSIFICATION, task_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import base_of, is_registered, shapes
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
@@ -32,6 +31,7 @@ from fedhet.server.calls import UserCodeFaults
 from fedhet.server.nodes import display_name, registered_name, retrying
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.run import RunSettings, held_out_clients
+from fedhet.tasks import CLASSIFICATION, task_for
 from fedhet.wire.identity import ClientInfo, capped, client_name, read_properties
 from fedhet.wire.knowledge import Knowledge
 

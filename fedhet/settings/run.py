@@ -169,28 +169,7 @@ class DataSettings(Schema):
         description="loss = quantile: ascending levels of the predicted quantiles. The quantile "
         "closest to 0.5 is the prediction; the first and the last quantile form an interval",
     )
-    columns: Names = Field(
-        (),
-        description="table:PATH: feature columns; empty = all except 'target' and 'by'",
-    )
     exclude: Names = Field((), description="table:PATH: columns that are not features")
-    categories: Names = Field(
-        (),
-        description="table:PATH: numeric columns to treat as categories, such as codes; "
-        "may include the label column, also for texts",
-    )
-    missing: Names = Field(
-        (), description="table:PATH: additional markers for missing values, such as -999"
-    )
-    decimal: Literal["auto", "point", "comma"] = Field(
-        "auto",
-        description="table:PATH: decimal separator; auto = detected from the values",
-    )
-    date_order: Literal["auto", "dmy", "mdy"] = Field(
-        "auto",
-        description="table:PATH: order of day, month, and year in dates other than ISO 8601; auto "
-        "= detected from the values",
-    )
     tokenizer: str = Field(
         "words",
         description="tokenizer of texts: words (a hash of each word), or a directory in "

@@ -38,7 +38,6 @@ from fedhet.client_runtime.samples import ServerRecord, write_server_record
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.data.store import DERIVED, RunData, check_no_overlap
-from fedhet.data.tasks import Task, task_for
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, evaluate_model
@@ -71,6 +70,7 @@ from fedhet.server.round import RoundState, Selection, track_divergence
 from fedhet.server.selection import ClientSampler
 from fedhet.server.steps import steps_of
 from fedhet.server.unmasking import Unmasking
+from fedhet.tasks import Task, task_for
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, ClientInfo

@@ -35,11 +35,11 @@ import torch
 from fedhet.base.arrays import read_header
 from fedhet.base.disk import expanded, load_npz
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest, one_line
-from fedhet.data import tables
-from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
 from fedhet.data.class_folders import Files, find_tree, is_ignored, part_of
 from fedhet.data.images import IMAGES
-from fedhet.data.labels import array_cells, find_label_tables, infer_targets, read_label_tables
+from fedhet.data.labels import find_label_tables, read_label_tables
+from fedhet.data.rows import ENDINGS, TEXT_ENDINGS, Table, find_rows, read_table
+from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
 from fedhet.data.spec import (
     Dataset,
     DataSpec,
@@ -50,10 +50,11 @@ from fedhet.data.spec import (
     no_path,
     reading,
 )
-from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import Classification, Regression, find_task
+from fedhet.data.tables import infer_schema, labeled_split
+from fedhet.data.targets import array_table, infer_targets, read_targets
 from fedhet.data.texts import TEXTS, read_texts, read_windows
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind, kind_of_arrays
+from fedhet.tasks import Classification, Regression, find_task
 
 LOG = logging.getLogger("fedhet")
 # Limit labels, because the largest label determines the number of classes, and thus the memory.
@@ -158,8 +159,8 @@ def make_split(
     if schema is None:
         labels = torch.from_numpy(convert_labels(y, where, classes))
     else:
-        cells = array_cells(y, where, DataSpec(task=schema.task), schema.target)
-        labels = schema.task_object.encode(schema, cells)
+        table = array_table(y, where, DataSpec(task=schema.task), schema.target)
+        labels = read_targets(schema, table)
     if len(samples) != len(labels):
         raise DataError(
             f"{where}: x and y must have the same length, got {len(samples)} and {len(labels)}"
@@ -177,8 +178,8 @@ def infer_array_targets(
     """
     if find_task(spec.task) is Classification:
         return None
-    tables = [array_cells(y, where, spec) for where, y in arrays]
-    return infer_targets(Cells.concatenate(root, tables, spec), tables[0].spec)
+    tables = [array_table(y, where, spec) for where, y in arrays]
+    return infer_targets(Table.concatenate(root, tables, spec), tables[0].spec)
 
 
 def _targets_in(paths: Iterable[Path], spec: DataSpec) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
@@ -400,6 +401,13 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
     if a file is invalid, or if the columns of several files differ.
     """
     path, first, test = _located(place, ENDINGS)
+    if declared := find_schema(path):
+        if spec.target not in ("", declared.target):
+            raise SettingsError(
+                f"data.target: expected {declared.target!r}, the target in "
+                f"{(path if path.is_dir() else path.parent) / SCHEMA}, got {spec.target!r}"
+            )
+        spec = spec.replace(target=declared.target)
     if first is not None:
         train = read_table(first, spec)
         owned = train.owners()
@@ -422,20 +430,20 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
                     f"is missing, expected a name such as {path / 'train.csv'}. If each file has "
                     "the rows of a client, rename this file."
                 )
-        sites: list[Cells] = []
+        sites: list[Table] = []
         for file in files:
             sites.append(read_table(file, spec, sites[-1].size if sites else 0))
         owned = {
             "groups": np.repeat(np.arange(len(sites)), [len(site) for site in sites]),
             "group_names": tuple(file.name for file in files),
         }
-        train = Cells.concatenate(path, sites, spec)
+        train = Table.concatenate(path, sites, spec)
     notes: list[str] = []
-    schema = tables.infer_schema(train, spec, notes.append)
+    schema = infer_schema(train, spec, notes.append, declared)
     return Dataset(
         spec.dataset,
-        tables.labeled_split(schema, train),
-        tables.labeled_split(schema, read_table(test, spec)) if test else None,
+        labeled_split(schema, train),
+        labeled_split(schema, read_table(test, spec)) if test else None,
         schema.outputs,
         kind=TABLE.name,
         columns=schema.widths,

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
-from fedhet.data.cells import missing_column_error
+from fedhet.data.columns import find_words
 from fedhet.data.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
+from fedhet.data.rows import missing_column_error
 from fedhet.data.spec import Dataset, DataSpec, Location, Source, Split, check_max_bytes, reading
+from fedhet.data.targets import find_classes, label_text
 from fedhet.data.texts import text_sample_shape, tokenize
-from fedhet.data.values import class_words, label_text
 from fedhet.kinds import IMAGE, TEXT
 
 TESTS = ("test", "validation")
@@ -64,9 +65,8 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
         if len(labels) < len(values):
             rule = "expected a number or a word for each sample"
             raise DataError(f"{where}: column {label!r}: {rule}")
-        classes, words = class_words(labels, where, label, exact=label in spec.categories)
-        place = {each: number for number, each in enumerate(classes)}
-        places = {v: place[words[text]] for v, text in zip(values, labels, strict=True)}
+        classes = find_classes(sorted({*labels}), f"{where}: column {label!r}", spec.task)
+        places = dict(zip(values, find_words(labels, classes).tolist(), strict=True))
     parts = []
     for rows in (train, test) if test is not None else (train,):
         labels_of = [places.get(value, -1) for value in rows[label]]

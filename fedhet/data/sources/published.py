@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ import torch
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.cells import bytes_of, open_bounded
+from fedhet.data.columns import MAX_NUMBER
+from fedhet.data.rows import read_bounded
 from fedhet.data.sources.files import convert_labels, numbered_classes, read_arrays
 from fedhet.data.spec import (
     FIXED_SEED,
@@ -40,7 +42,6 @@ from fedhet.data.spec import (
     reading,
     stratified,
 )
-from fedhet.data.values import MAX_NUMBER
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.settings.run import DataSettings
 
@@ -256,8 +257,10 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
 def _read_rows(path: Path, spec: DataSpec) -> Rows:
     """Read the rows of one file as text [N, 15]; '?' is treated as a category."""
     rows, size, longest = [], 0, 1
-    with reading(path, "table"), open_bounded(path, spec) as text:
-        lines = csv.reader(text, skipinitialspace=True)
+    with reading(path, "table"):
+        lines = csv.reader(
+            read_bounded(path, spec).decode("utf-8-sig").splitlines(), skipinitialspace=True
+        )
         for row in lines:
             if len(row) <= 1:  # Skip a comment at the start of adult.test, and empty lines.
                 continue
@@ -270,7 +273,7 @@ def _read_rows(path: Path, spec: DataSpec) -> Rows:
                 )
             rows.append(row)
             longest = max(longest, length)
-            size += bytes_of(row) + _CHARACTER_BYTES * longest * len(row)
+            size += sum(map(getsizeof, row)) + _CHARACTER_BYTES * longest * len(row)
             check_max_bytes(size, spec, path)
     if not rows:
         raise DataError(f"{path}: no rows found")

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,11 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 
 from fedhet.algorithms import Reduction
 from fedhet.base.arrays import Array
-from fedhet.base.disk import parse_json
-from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
+from fedhet.base.errors import SettingsError, describe_error, nearest
 from fedhet.base.metrics import (
     ACCURACY,
     COVERAGE,
     MACRO_AUC,
-    MAX_LABELS,
     METRICS,
     MULTI_LABEL,
     R2,
@@ -38,24 +36,12 @@ from fedhet.base.metrics import (
     Predictions,
     measure,
 )
-from fedhet.data.values import (
-    MISSING_TARGET,
-    Distinct,
-    Words,
-    class_words,
-    is_missing,
-    is_missing_number,
-    label_text,
-    parse_numbers,
-)
 from fedhet.settings.schema import invalid_setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedhet.data.cells import Cells
-    from fedhet.data.spec import DataSpec, Split
-    from fedhet.data.tables import TableSchema
+    from fedhet.data.spec import Split
     from fedhet.learning.devices import Compute
     from fedhet.learning.training import Evaluation, LabelSpace
     from fedhet.settings.run import DataSettings
@@ -102,8 +88,9 @@ class Task(ABC):
     """Whether the softmax of a model's outputs is a distribution over classes."""
     has_likelihood: ClassVar[bool] = False
     """Whether the default loss is a negative log-likelihood of a sample, up to constants."""
-    has_lists: ClassVar[bool] = False
-    """Whether a value of the target column may be a list."""
+    targets: ClassVar[Literal["class", "numbers", "labels"]]
+    """Form of the targets: a class index [N] int64; K numbers [N, K] float32; or several labels
+    [N, L] float32, which are 1, 0, or NaN if the label is missing."""
     rule: ClassVar[str] = "prediction = output"
     """Formula that converts a model's outputs to predictions, for model cards."""
 
@@ -141,27 +128,17 @@ class Task(ABC):
         known = {LOSS: True, CLASSES: self.has_distribution, LIKELIHOOD: self.has_likelihood}
         return frozenset(names | {name for name, holds in known.items() if holds})
 
-    # Targets of a table. `Dataset.classes` and `TableSchema.outputs` name the outputs.
-
     @classmethod
-    @abstractmethod
-    def infer(
-        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
-    ) -> Mapping[str, Any]:
-        """Return the fields of the table's schema that describe the targets.
-
-        `report` is called with log lines about the targets. Raises DataError if the targets are
-        invalid.
-        """
-
-    @classmethod
-    def of_schema(cls, schema: TableSchema) -> Task:
-        """Return the task for the targets of a table."""
+    def with_scale(cls, means: Sequence[float], deviations: Sequence[float]) -> Task:
+        """Return the task for numeric targets with these means and standard deviations [K]."""
         return cls()
 
-    @abstractmethod
-    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the targets [N, ...] of a table. Raises DataError if a target is invalid."""
+    def standardize(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+        """Convert numeric targets [N, K] in their units to the targets of the loss.
+
+        Raises ValueError if a number is not a valid target.
+        """
+        return numbers.astype(np.float32)
 
     # Training and evaluation.
 
@@ -241,6 +218,7 @@ class Classification(Task):
     """Prediction of one class for each sample. Targets are class indices [N] int64."""
 
     name = "classification"
+    targets = "class"
     metrics = (ACCURACY,)
     constant = ("majority", "always predicting the most frequent class of the test set")
     min_outputs = 2
@@ -251,53 +229,6 @@ class Classification(Task):
     def any_model(self) -> bool:
         """True, because classifiers without gradients exist."""
         return True
-
-    @classmethod
-    def infer(
-        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
-    ) -> Mapping[str, Any]:
-        """Return the field `classes`: the sorted distinct values of the target column."""
-        labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
-        exact, distinct = spec.target in spec.categories, {*labels}
-        lists = [
-            label
-            for mark in (LIST_MARKS if spec.task == AUTO else "")
-            for label in distinct
-            if mark in label and are_lists(distinct, mark)
-        ]
-        if lists:
-            raise DataError(
-                f"{cells.path}: target column {spec.target!r}: expected one class in each row, got "
-                f"{min(lists)!r}. Set data.task to multi-label if the values are lists of labels, "
-                "or to classification if each value is a class."
-            )
-        # If the task is set explicitly, numbers are treated as classes.
-        many = {} if spec.task == AUTO else {"max_numbers": MAX_CLASSES}
-        classes, spelled = class_words(labels, cells.path, spec.target, exact=exact, **many)
-        if not 2 <= len(classes) <= MAX_CLASSES:
-            raise DataError(
-                f"{cells.path}: target column {spec.target!r}: expected 2 to {MAX_CLASSES} "
-                f"classes, got {len(classes)} distinct values"
-            )
-        respelled = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
-        if respelled:
-            report(f"{spec.target}: target, read {', '.join(respelled[:5])}")
-        return {"classes": classes}
-
-    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the class indices [N] of the rows."""
-        import torch
-
-        words, values = Words(schema.classes), Distinct.of(cells.column(schema.target))
-        places = np.zeros(len(values.texts), np.int64)
-        for number, value in enumerate(values.texts):
-            place = words.place(value)
-            if place is None:
-                fault = f"unknown class {value!r}{nearest(value, schema.classes)}"
-                fault = "the label is missing" if is_missing(value, schema.missing) else fault
-                raise cells.fault(schema.target, values.row(number), fault)
-            places[number] = place
-        return torch.from_numpy(places[values.codes])
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
         """Return the cross-entropy as the loss function."""
@@ -382,6 +313,7 @@ class Regression(Task):
     """Levels of the Q quantiles, ascending; () for all losses other than the quantile loss."""
 
     name = "regression"
+    targets = "numbers"
     metrics = (RMSE, "mae", R2, COVERAGE)
     noun = "target columns"
     constant = ("constant", "always predicting the mean target of the test set")
@@ -389,44 +321,14 @@ class Regression(Task):
     rule = "prediction = output * deviations + means, of task"
 
     @classmethod
-    def infer(
-        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
-    ) -> Mapping[str, Any]:
-        """Return the task, and the target columns with their means and standard deviations."""
-        from fedhet.data.tables import infer_column
+    def with_scale(cls, means: Sequence[float], deviations: Sequence[float]) -> Regression:
+        """Return the task with the means and the standard deviations of the targets."""
+        return cls(tuple(means), tuple(deviations))
 
-        columns = []
-        for name in target_names(cells, spec):
-            column = infer_column(name, cells, spec, report, target=True)
-            columns.append(column.model_copy(update={"missing": False}))
-        return {"task": cls.name, "targets": tuple(columns)}
-
-    @classmethod
-    def of_schema(cls, schema: TableSchema) -> Regression:
-        """Return the task, with the means and standard deviations of the target columns."""
-        columns = schema.targets
-        return cls(tuple(c.mean for c in columns), tuple(c.deviation for c in columns))
-
-    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the standardized targets [N, K]."""
-        import torch
-
-        encoded = np.empty((len(cells), len(schema.targets)), np.float32)
-        for place, column in enumerate(schema.targets):
-            values = Distinct.of(cells.column(column.name))
-            written, unit = column.written or "1234.5", column.unit
-            if column.name in cells.typed:  # Values of a numeric type have no notation.
-                written, unit = "1234.5", ""
-            numbers = parse_numbers(values.texts, written, unit)
-            absent = np.array([is_missing(text, schema.missing) for text in values.texts], bool)
-            for invalid in np.flatnonzero(np.isnan(numbers) | absent).tolist():
-                text = values.texts[invalid]
-                fault = f"{text!r} is not a number, expected the notation of the other targets"
-                if absent[invalid] or is_missing_number(text):
-                    fault = MISSING_TARGET
-                raise cells.fault(column.name, values.row(invalid), fault)
-            encoded[:, place] = ((numbers - column.mean) / column.deviation)[values.codes]
-        return torch.from_numpy(encoded)
+    def standardize(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+        """Standardize targets [N, K] with the means and the standard deviations."""
+        scaled = (numbers - np.array(self.means)) / np.array(self.deviations)
+        return np.asarray(scaled, np.float32)
 
     def __post_init__(self) -> None:
         numbers = (*self.means, *self.deviations, self.delta)
@@ -607,87 +509,13 @@ class MultiLabel(Task):
     """
 
     name = MULTI_LABEL
+    targets = "labels"
     # The AUC is the headline metric because it depends neither on a threshold nor on calibration,
     # and because its value for constant predictions does not depend on how rare a label is.
     metrics = (MACRO_AUC, "micro-auc", "f1", "average-precision", "scored-labels")
     noun = "labels"
     constant = ("constant", "always predicting each label's fraction of the test set")
-    has_lists = True
     rule = "probability of each label = sigmoid(output)"
-
-    @classmethod
-    def infer(
-        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
-    ) -> Mapping[str, Any]:
-        """Return the task and the labels: the column names, or the sorted labels in the lists."""
-        names = target_names(cells, spec)
-        if len(names) == 1:
-            values = Distinct.of(cells.column(spec.target))
-            lists = _read_lists(cells, spec.target, values, spec.missing)
-            words = [word for row in lists if row is not None for word in row]
-            exact = spec.target in spec.categories
-            names, _ = class_words(
-                words, cells.path, spec.target, exact=exact, max_numbers=MAX_LABELS
-            )
-            if {*names} <= FLAGS.keys():
-                raise DataError(
-                    f"{cells.path}: target column {spec.target!r}: expected lists of labels, got "
-                    "only 0 and 1. For several labels, list their columns in data.target. For one "
-                    "label, set data.task to classification."
-                )
-            absent = np.array([row is None for row in lists], bool)[values.codes].sum()
-            advice = "; write [] for a row without labels" if absent else ""
-            report(f"{spec.target}: lists of {len(names)} labels; {absent} missing{advice}")
-        if not 1 <= len(names) <= MAX_LABELS or len({*names}) < len(names):
-            raise DataError(
-                f"{cells.path}: data.target = {spec.target!r}: expected 1 to {MAX_LABELS} "
-                f"different labels, got {len(names)} ({len({*names})} different)"
-            )
-        targets = cls()._targets(cells, names, spec.target, spec.missing)
-        for place, name in enumerate(names):
-            present = targets[~np.isnan(targets[:, place]), place]
-            report(f"{name}: label, {int(present.sum())} of {len(present)} rows")
-        return {"task": cls.name, "classes": names}
-
-    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the targets [N, L]: 1, 0, or NaN if the label is missing."""
-        import torch
-
-        targets = self._targets(cells, schema.classes, schema.target, schema.missing)
-        return torch.from_numpy(targets)
-
-    def _targets(
-        self, cells: Cells, labels: Sequence[str], target: str, marks: Sequence[str]
-    ) -> Array:
-        from fedhet.data.spec import check_max_bytes
-
-        check_max_bytes(4 * len(cells) * len(labels), cells.spec, cells.path)
-        targets = np.full((len(cells), len(labels)), np.nan, np.float32)
-        columns = tuple(name.strip() for name in target.split(","))
-        if len(columns) > 1 and tuple(labels) == columns and target not in cells.columns:
-            for place, name in enumerate(labels):
-                values = Distinct.of(cells.column(name))
-                for number, text in enumerate(values.texts):
-                    flag = FLAGS.get(text.lower())
-                    if flag is None and not is_missing(text, marks) and not is_missing_number(text):
-                        fault = f"expected 0, 1, or a missing value, got {text!r}"
-                        fault += ". If the value means that the label is missing, add it to "
-                        raise cells.fault(name, values.row(number), f"{fault}data.missing.")
-                    if flag is not None:
-                        targets[values.codes == number, place] = flag
-            return targets
-        words, values = Words(labels), Distinct.of(cells.column(target))
-        rows = np.full((len(values.texts), len(labels)), np.nan, np.float32)
-        for number, row in enumerate(_read_lists(cells, target, values, marks)):
-            if row is not None:
-                rows[number] = 0
-            for word in row or ():
-                known = words.place(word)
-                if known is None:
-                    fault = f"unknown label {word!r}{nearest(word, labels)}"
-                    raise cells.fault(target, values.row(number), fault)
-                rows[number, known] = 1
-        return rows[values.codes]
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
         """Return the mean binary cross-entropy of each sample's non-missing labels as the loss.
@@ -776,60 +604,8 @@ class MultiLabel(Task):
         return (*names, "no label"), groups
 
 
-FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-"""Supported texts in the column of a label, in lower case, with their values."""
 THRESHOLD = 0.5
 """Minimum probability of a predicted label."""
-
-
-LIST_MARKS = ";|"
-"""Characters that separate labels in lists; only the first character is accepted."""
-
-
-def are_lists(texts: Collection[str], mark: str) -> bool:
-    """Return whether texts look like lists separated by `mark`.
-
-    In lists, the number of distinct labels is smaller than the number of texts.
-    """
-    parts = {part.strip() for text in texts for part in text.split(mark)}
-    return len(parts) < len(texts) and any(mark in text for text in texts)
-
-
-def label_list(text: str) -> list[str]:
-    """Return the labels in a list such as `a;b` or `["a", "b"]`.
-
-    Raises ValueError or RecursionError if a JSON list is invalid.
-    """
-    if not text.startswith("["):
-        return [label for each in text.split(";") if (label := each.strip())]
-    labels = [label_text(each) for each in parse_json(text)]
-    if None in labels:
-        raise ValueError("expected a list of labels, got a nested list, an object, or null")
-    return [label.strip() for label in labels if label is not None]
-
-
-def _read_lists(
-    cells: Cells, column: str, values: Distinct, marks: Sequence[str]
-) -> list[list[str] | None]:
-    """Return the labels in each distinct value of a column, or None if the value is missing.
-
-    Raises DataError if a value is invalid.
-    """
-    lists: list[list[str] | None] = []
-    for mark in LIST_MARKS[1:]:
-        if not any(text.startswith("[") for text in values.texts) and are_lists(values.texts, mark):
-            raise DataError(
-                f"{cells.path}: target column {column!r}: labels in a list must be separated by "
-                f"';', got {next(text for text in values.texts if mark in text)!r:.80}. Replace "
-                f"{mark!r} with ';'."
-            )
-    for number, text in enumerate(values.texts):
-        try:
-            lists.append(None if is_missing(text, marks) else label_list(text))
-        except (ValueError, RecursionError) as error:
-            fault = f'expected labels such as a;b or ["a", "b"], got {text!r:.80} ({error})'
-            raise cells.fault(column, values.row(number), fault) from None
-    return lists
 
 
 def _bounded(numbers: Tensor) -> Array:
@@ -844,13 +620,6 @@ TASKS: dict[str, type[Task]] = {
 }
 """The tasks of this package, by name."""
 CLASSIFICATION = Classification()
-
-
-def target_names(cells: Cells, spec: DataSpec) -> tuple[str, ...]:
-    """Return the target columns: `data.target`, split at commas unless a column has this name."""
-    if spec.target in cells.columns.keys() | cells.unusable.keys():
-        return (spec.target,)
-    return tuple(name.strip() for name in spec.target.split(","))
 
 
 @cache
@@ -880,7 +649,7 @@ def find_task(name: str) -> type[Task]:
     if not (isinstance(task, type) and issubclass(task, Task)) or task.name != name or unknown:
         raise SettingsError(
             f"setting 'data.task' = {name!r}: {installed[name].value} must be a subclass of "
-            f"fedhet.data.tasks.Task whose 'name' is {name!r} and that uses only registered "
+            f"fedhet.tasks.Task whose 'name' is {name!r} and that uses only registered "
             f"metrics, got {task!r}"
         )
     return task

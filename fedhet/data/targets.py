@@ -1,0 +1,337 @@
+"""Targets of all sources: classes, numbers, or labels in the columns of a table or in an array.
+
+The task of a run determines the form of its targets (`Task.targets`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedhet.base.disk import parse_json
+from fedhet.base.errors import DataError, nearest
+from fedhet.base.metrics import MAX_LABELS
+from fedhet.data.columns import MAX_NUMBER, Column, find_categories, find_words
+from fedhet.data.rows import MISSING, Table, Values
+from fedhet.data.schemas import TableSchema
+from fedhet.data.spec import DataSpec, check_max_bytes
+from fedhet.tasks import AUTO, MAX_CLASSES, find_task
+
+if TYPE_CHECKING:
+    import torch
+
+LOG = logging.getLogger("fedhet")
+MANY_CLASSES = 20
+"""Maximum number of distinct numbers in a target that are treated as classes. Targets with more
+distinct numbers are treated as measurements."""
+_FLOAT = 4
+
+
+def target_names(columns: Mapping[str, Values], target: str) -> tuple[str, ...]:
+    """Return the target columns: `target`, split at commas unless a column has this name."""
+    if target in columns:
+        return (target,)
+    return tuple(name.strip() for name in target.split(","))
+
+
+def infer_targets(
+    table: Table,
+    spec: DataSpec,
+    report: Callable[[str], object] = LOG.info,
+    declared: TableSchema | None = None,
+) -> TableSchema:
+    """Infer a schema that describes only the targets `data.target`, from all training rows.
+
+    Args:
+        table: Training rows.
+        spec: Data settings.
+        report: Function that is called with log lines about the targets.
+        declared: Schema whose classes, scale, and notation take precedence.
+
+    Raises:
+        DataError: If a target is invalid.
+    """
+    if declared is not None and declared.outputs and all(c.is_fitted for c in declared.targets):
+        return declared.model_copy(update={"columns": ()})
+    task = find_task(declared.task if declared else spec.task)
+    names = target_names(table.columns, spec.target)
+    if task.targets == "class":
+        classes = find_classes(
+            table.column(spec.target).texts, f"{table.path}: column {spec.target!r}", spec.task
+        )
+        return TableSchema(target=spec.target, task=task.name, classes=classes)
+    if task.targets == "labels":
+        names = _label_names(table, spec, report)
+        counted = _read_labels(table, names, spec.target)
+        for place, name in enumerate(names):
+            present = counted[~np.isnan(counted[:, place]), place]
+            report(f"{name}: label, {int(present.sum())} of {len(present)} rows")
+        return TableSchema(target=spec.target, task=task.name, classes=names)
+    targets = []
+    for name in names:
+        column = next((c for c in declared.targets if c.name == name), None) if declared else None
+        column = column or Column(name=name, type="number")
+        values = table.column(name)
+        absent = column.absent(values.texts)
+        if absent.any() and len(table.files) == 1:  # `read_targets` names one of several files.
+            raise table.error(name, values.first_row(int(absent.argmax())), _MISSING_TARGET)
+        try:
+            column = column.fit(table).model_copy(update={"optional": False})
+        except DataError as error:
+            error.add_note("If the values are classes, set data.task to classification.")
+            raise
+        report(f"{name}: target, {column.summary}")
+        targets.append(column)
+    return TableSchema(target=spec.target, task=task.name, targets=tuple(targets))
+
+
+_MISSING_TARGET = "the target is missing. Remove the row."
+
+
+def read_targets(schema: TableSchema, table: Table) -> torch.Tensor:
+    """Return the targets of a table's rows.
+
+    Returns:
+        Class indices [N] int64; standardized numbers [N, K] float32; or labels [N, L] float32,
+        which are 1, 0, or NaN if the label is missing.
+
+    Raises:
+        DataError: If a target is invalid.
+    """
+    import torch
+
+    task = schema.task_object
+    if task.targets == "labels":
+        return torch.from_numpy(_read_labels(table, schema.classes, schema.target))
+    if task.targets == "class":
+        values = table.column(schema.target)
+        places = find_words(values.texts, schema.classes)
+        if (places < 0).any():
+            first = int((places < 0).argmax())
+            text = values.texts[first]
+            fault = f"unknown class {text!r}{nearest(text, schema.classes)}"
+            fault = "the label is missing. Remove the row." if text in MISSING else fault
+            raise table.error(schema.target, values.first_row(first), fault)
+        return torch.from_numpy(places[values.codes])
+    numbers = np.empty((len(table), len(schema.targets)))
+    for place, column in enumerate(schema.targets):
+        values = table.column(column.name)
+        absent = column.absent(values.texts)
+        if absent.any():
+            row = values.first_row(int(absent.argmax()))
+            raise table.error(column.name, row, _MISSING_TARGET)
+        numbers[:, place] = column.checked(table, values, absent)[values.codes]
+    try:
+        return torch.from_numpy(task.standardize(numbers))
+    except ValueError as error:
+        raise DataError(f"{table.path}: column {schema.target!r}: {error}") from None
+
+
+def find_classes(texts: Sequence[str], where: str, task: str) -> tuple[str, ...]:
+    """Return the sorted classes among the distinct texts of a target.
+
+    Args:
+        texts: Distinct texts.
+        where: File and column, for messages.
+        task: Setting `data.task`. With "auto", many numbers and lists of labels are errors, because
+            they are probably the targets of another task.
+
+    Raises:
+        DataError: If the texts are unsuitable as classes.
+    """
+    labels = [text for text in texts if text not in MISSING]
+    classes, fault = find_categories(labels)
+    for name in classes:
+        if not name.isprintable():
+            fault = f"label {name!r} must be printable text"
+    if fault:
+        raise DataError(f"{where}: {fault}")
+    if task == AUTO:
+        for mark in LIST_MARKS:
+            if are_lists(labels, mark):
+                raise DataError(
+                    f"{where}: expected one class in each row, got "
+                    f"{min(label for label in labels if mark in label)!r}. Set data.task to "
+                    "multi-label if the values are lists of labels, or to classification if each "
+                    "value is a class."
+                )
+        numbers = Column(name="", type="number").numbers(Values.from_texts(classes))
+        known = numbers[~np.isnan(numbers)]
+        if len(known) > max(MANY_CLASSES, 0.9 * len(classes)):
+            raise DataError(
+                f"{where}: expected classes, got {len(known)} different numbers from "
+                f"{known.min():g} to {known.max():g}. Set data.task to regression to predict "
+                "numbers, or to classification if each number is a class."
+            )
+    if not 2 <= len(classes) <= MAX_CLASSES:
+        raise DataError(
+            f"{where}: expected 2 to {MAX_CLASSES} classes, got {len(classes)} distinct values"
+        )
+    return classes
+
+
+FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+"""Supported texts in the column of a label, in lower case, with their values."""
+LIST_MARKS = ";|"
+"""Characters that separate labels in lists; only the first character is accepted."""
+
+
+def are_lists(texts: Sequence[str], mark: str) -> bool:
+    """Return whether texts look like lists separated by `mark`.
+
+    In lists, the number of distinct labels is smaller than the number of texts.
+    """
+    parts = {part.strip() for text in texts for part in text.split(mark)}
+    return len(parts) < len(texts) and any(mark in text for text in texts)
+
+
+def _label_names(table: Table, spec: DataSpec, report: Callable[[str], object]) -> tuple[str, ...]:
+    """Return the labels: the target columns, or the sorted labels in the lists of one column."""
+    names = target_names(table.columns, spec.target)
+    where = f"{table.path}: data.target = {spec.target!r}"
+    if len(names) == 1:
+        values = table.column(spec.target, lists=True)
+        lists = _label_lists(table, spec.target, values)
+        names, fault = find_categories(word for row in lists for word in row or ())
+        if fault:
+            raise DataError(f"{where}: {fault}")
+        if {*names} <= FLAGS.keys():
+            raise DataError(
+                f"{where}: expected lists of labels, got only 0 and 1. For several labels, list "
+                "their columns in data.target. For one label, set data.task to classification."
+            )
+        absent = np.array([row is None for row in lists], bool)[values.codes].sum()
+        advice = "; write [] for a row without labels" if absent else ""
+        report(f"{spec.target}: lists of {len(names)} labels; {absent} missing{advice}")
+    if not 1 <= len(names) <= MAX_LABELS or len({*names}) < len(names):
+        raise DataError(
+            f"{where}: expected 1 to {MAX_LABELS} different labels, got {len(names)} "
+            f"({len({*names})} different)"
+        )
+    return names
+
+
+def _read_labels(table: Table, labels: Sequence[str], target: str) -> npt.NDArray[np.float32]:
+    """Return the labels [N, L]: 1, 0, or NaN if the label is missing."""
+    check_max_bytes(_FLOAT * len(table) * len(labels), table.spec, table.path)
+    targets = np.full((len(table), len(labels)), np.nan, np.float32)
+    names = target_names(table.columns, target)
+    if len(names) > 1 and names == tuple(labels):
+        for place, name in enumerate(labels):
+            values = table.column(name)
+            flags = np.full(len(values.texts), np.nan, np.float32)
+            for number, text in enumerate(values.texts):
+                flag = FLAGS.get(text.lower())
+                if flag is None and text not in MISSING:
+                    fault = f"expected 0, 1, or a missing value, got {text!r}"
+                    raise table.error(name, values.first_row(number), fault)
+                flags[number] = np.nan if flag is None else flag
+            targets[:, place] = flags[values.codes]
+        return targets
+    values = table.column(target, lists=True)
+    rows = np.full((len(values.texts), len(labels)), np.nan, np.float32)
+    for number, row in enumerate(_label_lists(table, target, values)):
+        if row is None:
+            continue
+        rows[number] = 0
+        places = find_words(row, labels)
+        for word, place in zip(row, places.tolist(), strict=True):
+            if place < 0:
+                fault = f"unknown label {word!r}{nearest(word, labels)}"
+                raise table.error(target, values.first_row(number), fault)
+            rows[number, place] = 1
+    return rows[values.codes]
+
+
+def _label_lists(table: Table, column: str, values: Values) -> list[list[str] | None]:
+    """Return the labels in each distinct text of a column, or None if the value is missing.
+
+    A list has the form `a;b` or `["a", "b"]`. Raises DataError if a value is invalid.
+    """
+    for mark in LIST_MARKS[1:]:
+        if not any(text.startswith("[") for text in values.texts) and are_lists(values.texts, mark):
+            raise DataError(
+                f"{table.path}: target column {column!r}: labels in a list must be separated by "
+                f"';', got {next(text for text in values.texts if mark in text)!r:.80}. Replace "
+                f"{mark!r} with ';'."
+            )
+    lists: list[list[str] | None] = []
+    for number, text in enumerate(values.texts):
+        try:
+            if text in MISSING:
+                lists.append(None)
+            elif text.startswith("["):
+                labels = [label_text(each) for each in parse_json(text)]
+                if None in labels:
+                    raise ValueError("expected a list of labels, got a list, an object, or null")
+                lists.append([label.strip() for label in labels if label is not None])
+            else:
+                lists.append([label for each in text.split(";") if (label := each.strip())])
+        except (ValueError, RecursionError) as error:
+            fault = f'expected labels such as a;b or ["a", "b"], got {text!r:.80} ({error})'
+            raise table.error(column, values.first_row(number), fault) from None
+    return lists
+
+
+def label_text(value: object) -> str | None:
+    """Convert a label from JSON or a data frame to text, or return None if its type is invalid."""
+    if isinstance(value, bool | np.bool_):
+        return str(bool(value)).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, str | int) or (isinstance(value, float) and np.isfinite(value)):
+        return str(value)
+    return None
+
+
+def array_table(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: str = "") -> Table:
+    """Convert targets [N] or [N, K] to a table with a column for each target.
+
+    Args:
+        y: Numbers, in which NaN marks a missing target.
+        where: Source of the array, for messages.
+        spec: Data settings. `data.target` names the columns.
+        target: Comma-separated names, such as the names in a schema, that replace `data.target`.
+
+    Raises:
+        DataError: If the array is not numeric, if a number is infinite or too large, or if the
+            number of columns differs from the number of names.
+    """
+    if y.ndim not in (1, 2) or y.dtype.kind not in "biuf" or 0 in y.shape[1:]:
+        hint = ". Convert the texts to numbers." if y.dtype.kind in "US" else ""
+        raise DataError(
+            f"{where}: with data.task = {spec.task!r}, y must be numbers [N] or [N, K], got "
+            f"{y.dtype} {list(y.shape)}{hint}"
+        )
+    numbers = y.reshape(len(y), -1).astype(np.float64)
+    count = numbers.shape[1]
+    target = target or spec.target or ",".join(f"y{k}" for k in range(count) if count > 1) or "y"
+    names = [name.strip() for name in target.split(",")] if count > 1 else [target]
+    if len(set(names)) != count:
+        raise DataError(
+            f"{where}: y must have one column for each of the {len(set(names))} names in "
+            f"data.target = {target!r}, got {count} columns"
+        )
+    if (invalid := np.argwhere(np.abs(numbers) > MAX_NUMBER)).size:
+        row, column = invalid[0].tolist()
+        raise DataError(
+            f"{where}: sample {row}, column {names[column]!r}: expected a number up to "
+            f"±{MAX_NUMBER:g}, got {numbers[row, column]:g}"
+        )
+
+    def text(number: float) -> str:
+        if number != number:
+            return ""
+        return str(int(number)) if number.is_integer() else repr(number)
+
+    columns = {
+        name: Values.from_texts(map(text, numbers[:, k].tolist()), is_number=True)
+        for k, name in enumerate(names)
+    }
+    path = Path(where)
+    return Table(path, columns, ((path, len(y)),), spec.replace(target=target), noun="sample")
