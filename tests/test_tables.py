@@ -1,4 +1,4 @@
-"""User tables: types of columns, sites with a shared schema, and rejected files."""
+"""User tables: the rule for the types of columns, schemas, sites, and rejected files."""
 
 import csv
 import datetime
@@ -20,11 +20,12 @@ from federation import run, small, without_figures
 import fedhet
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
-from fedhet.data.cells import read_table
+from fedhet.data.rows import read_table
+from fedhet.data.schemas import TableSchema, read_schema
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.tables import TableSchema, encode, infer_schema, labeled_split, read_schema
+from fedhet.data.tables import encode, infer_schema, labeled_split
 from fedhet.inference.client import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]
@@ -32,7 +33,7 @@ ROWS = [
     ["40", "f", "2024-01-01", "a", "no"],
     ["", "m", "2024-01-03", "b", "yes"],
     ["60", "NA", "2024-01-05T12:00", "a", "no"],
-    ["80", "m", "?", "b", "yes"],
+    ["80", "m", "", "b", "yes"],
 ]
 
 
@@ -47,6 +48,10 @@ def spec(place="", **changes):
     return DataSpec(**{**given, **changes})
 
 
+def inferred(path, **changes):
+    return infer_schema(read_table(path, spec(**changes)), spec(**changes))
+
+
 def many(count, seed=0):
     rng = np.random.default_rng(seed)
     days = [
@@ -55,11 +60,29 @@ def many(count, seed=0):
     return [
         [
             "" if rng.random() < 0.1 else str(rng.integers(20, 90)),
-            str(rng.choice(["f", "m", "na"])), day.isoformat(), str(rng.choice(["a", "b", "c"])),
-            str(rng.choice(["no", "yes"])),
+            str(rng.choice(["f", "m", "other"])), day.isoformat(),
+            str(rng.choice(["a", "b", "c"])), str(rng.choice(["no", "yes"])),
         ]
         for day in days
     ]  # fmt: skip
+
+
+def column_of(tmp_path, values, name="all.csv", **changes):
+    """Return a table's only feature column, and its features."""
+    rows = [[value, "ny"[k % 2]] for k, value in enumerate(values)]
+    data = load(spec(write(tmp_path / name, rows, ["v", "died"]), **changes))
+    return data.schema.columns[0], data.train.x.numpy()
+
+
+def expected(values):
+    """Return a numeric column (None if missing), centered and scaled, with a missing feature."""
+    numbers = np.array([np.nan if v is None else v for v in values], float)
+    own = np.nan_to_num((numbers - np.nanmean(numbers)) / np.nanstd(numbers))
+    gone = np.isnan(numbers)
+    return np.stack([own, gone], 1) if gone.any() else own[:, None]
+
+
+# --- Features -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["all.csv", "all.tsv"])
@@ -71,23 +94,27 @@ def test_columns_become_features_as_by_hand(tmp_path, name):
     ages, mean, deviation = [40, 60, 60, 80], 60, np.sqrt((400 + 0 + 400) / 3)
     days = [19723, 19725, 19727.5, (19723 + 19725 + 19727.5) / 3]
     spread = np.std(days[:3])
-    expected = [
+    by_hand = [
         [(ages[0] - mean) / deviation, 0, 1, 0, 0, (days[0] - days[3]) / spread, 0, 1, 0],
         [0, 1, 0, 1, 0, (days[1] - days[3]) / spread, 0, 0, 1],
         [0, 0, 0, 0, 1, (days[2] - days[3]) / spread, 0, 1, 0],
         [(ages[3] - mean) / deviation, 0, 0, 1, 0, 0, 1, 0, 1],
     ]
-    np.testing.assert_allclose(data.train.x.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(data.train.x.numpy(), by_hand, atol=1e-5)
 
 
-def test_parquet_reads_as_csv_does(tmp_path):
-    path = write(tmp_path / "all.csv", many(50))
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_all_formats_are_read_alike(tmp_path, ending):
+    path, other = write(tmp_path / "all.csv", many(50)), tmp_path / f"all.{ending}"
     frame = pd.read_csv(path)
-    frame["admitted"] = pd.to_datetime(frame["admitted"])
-    frame.to_parquet(tmp_path / "all.parquet")
-    one, other = load(spec(path)), load(spec(tmp_path / "all.parquet"))
-    np.testing.assert_allclose(one.train.x.numpy(), other.train.x.numpy(), atol=1e-6)
-    assert one.train.y.equal(other.train.y)
+    if ending == "parquet":
+        frame["admitted"] = pd.to_datetime(frame["admitted"])
+        frame.to_parquet(other)
+    else:
+        frame.to_json(other, orient="records", lines=True)
+    one, two = load(spec(path)), load(spec(other))
+    np.testing.assert_allclose(one.train.x.numpy(), two.train.x.numpy(), atol=1e-6)
+    assert one.train.y.equal(two.train.y)
 
 
 def test_a_common_test_set_takes_the_schema_of_training(tmp_path):
@@ -96,7 +123,7 @@ def test_a_common_test_set_takes_the_schema_of_training(tmp_path):
     write(tmp_path / "test.csv", [["50", "x", "2024-01-01", "c", "yes"], *[known] * 9])
     test = load(spec(tmp_path)).test
     assert test.y.tolist() == [1] * 10
-    assert test.x[0, [1, 2, 3, 4]].tolist() == [0, 0, 0, 0]  # there, and none of f and m
+    assert test.x[0, [1, 2, 3, 4]].tolist() == [0, 0, 0, 0]  # present, but neither f nor m
     assert test.x[0, -2:].tolist() == [0, 0]
 
 
@@ -111,6 +138,283 @@ def test_a_column_of_equal_numbers_leaves_others_of_their_size(value, tmp_path):
     assert data.test.x[0, 0].item() == pytest.approx(2, abs=1e-5)
 
 
+def test_times_in_different_zones_are_compared_as_moments(tmp_path):
+    times = ["2024-01-01T12:00+00:00", "2024-01-01T12:00+05:00", "2024-01-02T12:00", "2024-01-02"]
+    _, x = column_of(tmp_path, times)
+    np.testing.assert_allclose(x, expected([12, 7, 36, 24]), atol=1e-5)
+
+
+# --- The rule for the types -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["1", "2.5", "-3e2", "+.5"], "number"),
+        ([" 1", "2 ", "NA", "", "#N/A", "null"], "number"),
+        (["2024-01-31", "2024-01-31T10:00:00Z", ""], "date"),
+        (["f", "m", "x1"], "category"),
+        (["f", "m", "", "None"], "category"),
+        (["true", "false"], "category"),
+    ],
+)
+def test_a_column_has_the_type_of_all_its_values(tmp_path, values, kind):
+    column, _ = column_of(tmp_path, values * 2)
+    assert column.type == kind
+    assert column.optional == any(value in ("", "NA") for value in values)
+
+
+UNCLEAR = {
+    "decimal commas": (["1,5", "2,25", "30"], 'decimal = ","'),
+    "thousands": (["1,234", "12,000.5", "7"], 'thousands = ","'),
+    "both separators": (["1.234,5", "12.000"], 'thousands = "."'),
+    "a unit": (["12 kg", "3.5 kg"], 'unit = "kg"'),
+    "days first": (["31.01.2024", "01.02.2024"], 'format = "%d.%m.%Y"'),
+    "either order": (["03/02/2024", "04/05/2024"], 'format = "%m/%d/%Y"'),
+    "clock times": (["12:30", "08:05"], 'format = "%H:%M"'),
+    "a marker": (["12", "13.5", "14", "k.A."], 'missing = ["k.A."]'),
+    "accountants' signs": (["(12)", "13", "(1)"], 'type = "category"'),
+    "infinity": (["1", "2", "inf"], 'missing = ["inf"]'),
+    "codes": (["1", "2", "X"], 'type = "number"'),
+    "words with digits": (["w1", "w2", "w3"], 'type = "category"'),
+    "two spellings": (["Yes", "no", "YES"], 'values = ["YES", '),
+    "an abbreviation": (["yes", "n", "no"], 'values = ["n", '),
+    "many words": ([f"{chr(97 + k % 26)}{chr(97 + k // 26)}" for k in range(201)], '"ignore"'),
+    "nothing": ([""], 'type = "ignore"'),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_a_column_of_an_unclear_type_is_refused_with_a_line_for_the_schema(tmp_path, call, case):
+    values, line = UNCLEAR[case]
+    values = [value for value in values for _ in range(2)]
+    rows = [[value, str(k * 7 % 5), "ny"[k % 2]] for k, value in enumerate(values)]
+    path = write(tmp_path / "all.csv", rows, ["v", "w", "died"])
+    with pytest.raises(DataError) as fault:
+        load(spec(path))
+    assert "'v'" in str(fault.value)
+    assert f"fedhet schema {path} --target died" in str(fault.value)
+    assert "\n" not in str(fault.value)
+    (note,) = fault.value.__notes__
+    assert line in note
+    assert call("schema", path, "--target", "died")[0] == 0
+    text = (tmp_path / "schema.toml").read_text()
+    assert 'type = "?"' in text
+    assert "# 'v' has the values" in text
+    with pytest.raises(DataError, match=r"'\?', got it for 'v'"):
+        load(spec(path))
+
+
+def test_every_unclear_column_is_named_at_once(tmp_path, call):
+    rows = [[f"w{k}", "f", f"0{k % 9 + 1}/03/2024", "", "ny"[k % 2]] for k in range(40)]
+    path = write(tmp_path / "all.csv", rows)
+    status, _, told = call("run", "local", "--dataset", f"table:{path}", "--set", "target=died")
+    assert status == 2
+    for name in ("'age'", "'admitted'", "'ward'"):
+        assert told.count(name) == 2  # in the list, and with the values
+    with pytest.raises(DataError, match="a column has no clear type: 'age'"):
+        load(spec(path, exclude=["admitted", "ward"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "is_named"),
+    [
+        (NUMBERS := [10_000 + 7919 * k % 89_999 for k in range(60)], True),
+        ([f"{number}.0" for number in NUMBERS], True),
+        ([*NUMBERS[:59], NUMBERS[0]], False),
+        ([*NUMBERS[:59], 7], False),
+        ([number + 0.5 for number in NUMBERS], False),
+        (NUMBERS[:49], False),
+    ],
+)
+def test_a_column_that_may_identify_is_named_but_stays(values, is_named, tmp_path, caplog):
+    column, _ = column_of(tmp_path, list(map(str, values)))
+    assert column.type == "number"
+    assert (f"'v': all {len(values)} values are different integers" in caplog.text) == is_named
+
+
+@pytest.mark.parametrize("name", ["", "__index_level_0__", "case"])
+@pytest.mark.parametrize("start", [0, 1, 500])
+def test_a_column_that_counts_the_rows_is_no_feature(tmp_path, name, start):
+    rows = [[str(start + k), str(k * 7 % 11), "ny"[k % 2]] for k in range(40)]
+    for k in range(2):
+        write(tmp_path / f"{k}.csv", rows, [name, "a", "died"])
+    for place in (tmp_path, tmp_path / "0.csv"):
+        if name == "case":
+            with pytest.raises(DataError, match="a column has no clear type: 'case'") as fault:
+                load(spec(place))
+            assert "which count the rows" in fault.value.__notes__[0]
+        else:
+            assert [column.name for column in load(spec(place)).schema.columns] == ["a"]
+
+
+# --- Schemas --------------------------------------------------------------------------------------
+
+
+def declared(tmp_path, values, lines, more=(), **changes):
+    """Return a column that a schema declares, and its features."""
+    text = f'target = "died"\n[columns.v]\n{lines}\n'
+    (tmp_path / "schema.toml").write_text(text)
+    return column_of(tmp_path, [*values, *more], target="", **changes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "texts", "numbers"),
+    [
+        ('decimal = ","', ["1,5", "-2", ",5", "1e2", ""], [1.5, -2, 0.5, 100, None]),
+        ('thousands = ","', ["1,234", "12,000.5", "7"], [1234, 12000.5, 7]),
+        ('decimal = ","\nthousands = "."', ["1.234,5", "12.000", "3"], [1234.5, 12000, 3]),
+        ('thousands = " "', ["1 234", "12 000.5", "3"], [1234, 12000.5, 3]),
+        ('unit = "%"', ["12 %", "3.5%", "-1 %"], [12, 3.5, -1]),
+        ('unit = "€"', ["€ 12", "€3.5"], [12, 3.5]),
+        ('missing = ["-999", "k.A."]', ["12", "-999", "-999.0", "k.A."], [12, None, None, None]),
+    ],
+)
+def test_numbers_are_read_in_the_declared_notation(tmp_path, lines, texts, numbers):
+    column, x = declared(tmp_path, [*texts, "NA"] * 2, f'type = "number"\n{lines}')
+    assert (column.type, column.optional) == ("number", True)
+    np.testing.assert_allclose(x, expected([*numbers, None] * 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ("%d.%m.%Y", ["31.01.2024", "01.02.2024", "05.02.2024"]),
+        ("%m/%d/%y %H:%M", ["01/31/24 00:00", "02/01/24 00:00", "02/05/24 00:00"]),
+        ("", ["2024-01-31", "2024-02-01", "2024-02-05"]),
+    ],
+)
+def test_dates_are_read_in_the_declared_format(tmp_path, form, texts):
+    column, x = declared(tmp_path, texts, f'type = "date"\nformat = "{form}"')
+    assert column.mean == pytest.approx(np.mean([19753, 19754, 19758]))
+    np.testing.assert_allclose(x, expected([0, 1, 5]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ('type = "number"', "4O"),
+        ('type = "number"', "1,5"),
+        ('type = "number"', "inf"),
+        ('type = "number"', "1e300"),
+        ('type = "number"', "1_000"),
+        ('type = "number"', "?"),
+        ('type = "number"\ndecimal = ","', "1.5"),
+        ('type = "number"\nthousands = ","', "1,23"),
+        ('type = "number"\nthousands = "."\ndecimal = ","', "1.2"),
+        ('type = "number"\nunit = "kg"', "12"),
+        ('type = "number"\nunit = "kg"', "12 g"),
+        ('type = "date"', "2024-02-30"),
+        ('type = "date"', "01.02.2024"),
+        ('type = "date"\nformat = "%d.%m.%Y"', "1/2/2024"),
+        ('type = "date"\nformat = "%d.%m.%Y"', "2024-01-01"),
+    ],
+)
+def test_a_value_without_the_declared_form_is_an_error(tmp_path, lines, value):
+    good = {"date": "2024-01-01", "kg": "1 kg"}
+    text = next((each for key, each in good.items() if key in lines), "1")
+    text = "01.01.2024" if "%d.%m" in lines else text
+    with pytest.raises(DataError) as fault:
+        declared(tmp_path, [text] * 5, lines, [value])
+    assert f"all.csv: row 6, column 'v': {value!r} is not a " in str(fault.value)
+
+
+def test_declared_categories_are_the_only_words(tmp_path):
+    values = ["1", "2", "X"] * 4
+    column, x = declared(tmp_path, values, 'type = "category"\nvalues = ["X", "1", "2", "3"]')
+    assert column.values == ("X", "1", "2", "3")
+    np.testing.assert_array_equal(x, np.eye(4)[[1, 2, 0] * 4])
+    with pytest.raises(DataError, match="'v': 4 of 12 values, such as 'Y', are not in the schema"):
+        declared(tmp_path, ["1", "2", "Y"] * 4, 'type = "category"\nvalues = ["X", "1", "2"]')
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_numbers_with_a_type_are_not_read_in_the_notation_of_the_schema(tmp_path, ending, missing):
+    texts = ["1.234,5", "2,25", "12.000"] * 4
+    declared(tmp_path, texts, 'type = "number"\ndecimal = ","\nthousands = "."')
+    schema = load(spec(tmp_path / "all.csv")).schema
+    numbers = [12.345, 1.5, 1234.5, None if missing else 2.0]
+    frame, path = pd.DataFrame({"v": numbers, "d": list("nyny")}), tmp_path / f"b.{ending}"
+    if ending == "parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    mean, deviation = np.mean([1234.5, 2.25, 12000]), np.std([1234.5, 2.25, 12000])
+    x = [(mean if number is None else number) for number in numbers]
+    encoded = encode(schema, read_table(path, spec()))[:, 0]
+    np.testing.assert_allclose(encoded, (np.array(x) - mean) / deviation, atol=1e-5)
+
+
+def test_the_command_writes_a_schema_and_completes_it(tmp_path, call):
+    rows = [[*row[:2], f"{k % 7},5", *row[2:]] for k, row in enumerate(many(40))]
+    path = write(tmp_path / "all.csv", rows, ["age", "sex", "level", "admitted", "ward", "died"])
+    status, said, _ = call("schema", path, "--target", "died", "--exclude", "ward")
+    assert status == 0
+    assert "age: number, mean" in said
+    assert "level: no clear type" in said
+    out = tmp_path / "schema.toml"
+    text = out.read_text().replace('type = "?"', 'type = "number"\ndecimal = ","')
+    out.write_text(text)
+    status, said, told = call("schema", path)
+    assert status == 0, told
+    assert "level: number, mean" in said
+    schema = read_schema(out)
+    assert schema.check_fitted(out) == schema
+    assert [column.name for column in schema.columns] == ["age", "sex", "level", "admitted"]
+    levels = [k % 7 + 0.5 for k in range(40)]
+    assert schema.columns[2].scale == pytest.approx((np.mean(levels), np.std(levels)))
+    assert load(spec(path, target="")).schema == schema
+    status, _, told = call("schema", path, "--target", "sex")
+    assert status == 2
+    assert "'died'" in told
+    with pytest.raises(SettingsError, match=r"expected 'died', .*schema\.toml, got 'sex'"):
+        load(spec(path, target="sex"))
+
+
+def test_a_schema_file_is_restored(tmp_path):
+    schema = inferred(write(tmp_path / "all.csv", many(80)))
+    (tmp_path / "s.toml").write_text(schema.to_toml())
+    assert read_schema(tmp_path / "s.toml") == schema
+
+
+def test_the_notation_of_a_site_does_not_change_the_task(tmp_path):
+    schema = inferred(write(tmp_path / "all.csv", many(80)))
+    first = schema.columns[0]
+    for changes, is_same in (
+        ({"decimal": ","}, True), ({"missing": ("?",)}, True), ({"mean": 1.0}, False),
+        ({"optional": False}, False), ({"unit": "kg"}, False),
+    ):  # fmt: skip
+        columns = (first.model_copy(update=changes), *schema.columns[1:])
+        other = schema.model_copy(update={"columns": columns})
+        assert (other.digest == schema.digest) == is_same, changes
+    assert schema.model_copy(update={"max_unknown": 0.5}).digest == schema.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("target = 3", "target: Input should be a valid string"),
+        ("[", "not valid TOML"),
+        ('target = "a"\ncolumns.b.type = "word"', "columns.0.type"),
+        ('target = "a"\n[columns.b]\ntype = "number"\ndeviation = 0', "greater than 0"),
+        ('target = "a"\n[columns.b]\ntype = "category"\ndecimal = ","', "decimal: expected only"),
+        ('target = "a"\n[columns.b]\ntype = "number"\nthousands = "."', "thousands: expected"),
+        ('target = "a"\n[columns.b]\ntype = "number"\nkind = "x"', "columns.0.kind"),
+        ('target = "a"\ncolumns.b = 1', "b: expected a table"),
+        ('target = "a"\ntask = "x"', "task"),
+    ],
+)
+def test_a_broken_schema_is_one_line(tmp_path, text, fault):
+    (tmp_path / "schema.toml").write_text(text)
+    with pytest.raises(DataError, match=fault) as error:
+        read_schema(tmp_path / "schema.toml")
+    assert "\n" not in str(error.value)
+
+
+# --- Columns, owners, and files -------------------------------------------------------------------
+
+
 def test_columns_and_owners_are_chosen(tmp_path):
     path = write(tmp_path / "all.csv", many(60))
     data = load(spec(path, by="ward"))
@@ -118,7 +422,10 @@ def test_columns_and_owners_are_chosen(tmp_path):
     wards = [row[3] for row in many(60)]
     found = RunData(spec(path, by="ward", clients=3)).partition()
     assert [len(rows) for rows in found] == [wards.count(name) for name in "abc"]
-    assert load(spec(path, columns=["ward"])).train.x.shape == (60, 3)
+    schema = load(spec(path, exclude=["ward", "sex"])).schema
+    assert [column.name for column in schema.columns] == ["age", "admitted"]
+    with pytest.raises(DataError, match=r"'wart' not found, .*'ward'\? \(data\.exclude\)"):
+        load(spec(path, exclude=["wart"]))
 
 
 def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, caplog):
@@ -149,75 +456,17 @@ def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, c
     assert fedhet.load(out).clients["owner"].to_dict() == owners
 
 
-def test_a_column_is_excluded_by_its_name(tmp_path):
-    path = write(tmp_path / "all.csv", many(60))
-    for changes in ({}, {"columns": ["age", "sex", "admitted", "ward"]}):
-        schema = load(spec(path, exclude=["ward", "sex"], **changes)).schema
-        assert [column.name for column in schema.columns] == ["age", "admitted"]
-    with pytest.raises(DataError, match=r"'wart' not found, .*'ward'\? \(data\.exclude\)"):
-        load(spec(path, exclude=["wart"]))
-
-
-def test_every_column_in_doubt_is_named_at_once(tmp_path, call):
-    rows = [[f"w{k}", "f", f"0{k % 9 + 1}/03/2024", "", "ny"[k % 2]] for k in range(40)]
-    path = write(tmp_path / "all.csv", rows)
-    status, _, told = call("schema", path, "--target", "died")
-    assert status == 2
-    *each, last = told.splitlines()
-    assert last == f"fedhet: {path}: 3 columns are unsuitable: 'age', 'admitted', 'ward'"
-    assert [line.startswith(f"{path}: ") for line in each] == [True] * 3
-    for line, fault in zip(each, ("a different word", "ambiguous date", "no values"), strict=True):
-        assert fault in line
-    with pytest.raises(DataError, match=r"column 'age': .*Exclude it with data\.exclude\.$"):
-        load(spec(path, exclude=["admitted", "ward"]))
-    out = tmp_path / "schema.toml"
-    words = ("--exclude", "age,admitted,ward", "--out", out)
-    assert call("schema", path, "--target", "died", *words)[0] == 0
-    assert [column.name for column in read_schema(out).columns] == ["sex"]
-    out.write_text('target = "a"\nclasses = ["x"]\ncolumns = [1]')
-    with pytest.raises(DataError, match=r"classes: .*; columns"):
-        read_schema(out)
-
-
-@pytest.mark.parametrize(
-    ("values", "is_named"),
-    [
-        ([*range(10_000, 10_060)], None),  # numbers the rows, so it is excluded
-        (NUMBERS := [10_000 + 7919 * k % 89_999 for k in range(60)], True),
-        ([f"{number}.0" for number in NUMBERS], True),
-        ([*NUMBERS[:59], NUMBERS[0]], False),
-        ([*NUMBERS[:59], 7], False),
-        ([number + 0.5 for number in NUMBERS], False),
-        (NUMBERS[:49], False),
-    ],
-)
-def test_a_column_that_may_identify_is_named_but_stays(values, is_named, tmp_path, caplog):
-    rows = [[str(value), *row[1:]] for value, row in zip(values, many(len(values)), strict=True)]
-    schema = load(spec(write(tmp_path / "all.csv", rows))).schema
-    named = f"column 'age': all {len(values)} values are different integers of equal length. If"
-    assert [named in line for line in caplog.messages] == {
-        None: [False], True: [True], False: []
-    }[is_named]  # fmt: skip
-    assert (schema.columns[0].name == "age") == (is_named is not None)
-
-
-def test_codes_are_words(tmp_path):
-    path = write(tmp_path / "all.csv")
-    (age, *_) = load(spec(path, categories=["age"])).schema.columns
-    assert (age.kind, age.categories) == ("category", ("40", "60", "80"))
-
-
 @pytest.mark.parametrize("sites", [1, 4])
 def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
-    """The limit applies to the cells of all files, and to the features."""
-    names = [f"w{k}" for k in range(150)]
+    """The limit applies to the values of all files, and to the features."""
+    names = [f"w{chr(97 + k % 26)}{chr(97 + k // 26)}" for k in range(150)]
     for site in range(sites):
         rows = [[names[k % 150], "f", "2024-01-01", "a", "ny"[k % 2]] for k in range(4000 // sites)]
         write(tmp_path / f"{site}.csv", rows)
     place = tmp_path / "0.csv" if sites == 1 else tmp_path
-    features, last = 4 * 4000 * (150 + 1 + 1 + 1), 1 if sites > 1 else 0
+    features, last = 4 * 4000 * (150 + 1 + 1 + 1), 3 if sites > 1 else 0
     for allowed, fault in (
-        (400_000, rf"{last}\.csv: expected at most data.max-bytes"),
+        (80_000 if sites == 1 else 100_000, rf"{last}\.csv: expected at most data.max-bytes"),
         (features - 1, f"got {features}"),
     ):
         tracemalloc.start()
@@ -243,24 +492,19 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
         load(spec(tmp_path, by="ward"))
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "fault"),
-    [
-        ((0, 0), "forty", "column 'age': 'forty' is not a number"),
-        ((1, 0), "forty", "column 'age': 'forty' is not a number"),
-        ((2, 4), "", "column 'died': the label is missing"),
-    ],
-)
-def test_a_fault_names_the_file_of_its_client(tmp_path, place, value, fault):
-    site, column = place
+@pytest.mark.parametrize("site", [0, 1, 2])
+@pytest.mark.parametrize(("column", "value"), [(0, "forty"), (4, "")])
+def test_a_fault_names_the_file_of_its_client(tmp_path, site, column, value):
+    schema = inferred(write(tmp_path / "all.csv", many(80)))
+    (tmp_path / "all.csv").unlink()
+    (tmp_path / "schema.toml").write_text(schema.to_toml())
     for k, count in enumerate((20, 30, 25)):
         rows = many(count, k)
         if k == site:
             rows[-1][column] = value
         write(tmp_path / f"site-{k}.csv", rows)
-        if k == site:
-            line = count + 1
-    with pytest.raises(DataError, match=rf"site-{site}\.csv: line {line}, {fault}"):
+    row = (20, 30, 25)[site]
+    with pytest.raises(DataError, match=rf"site-{site}\.csv: row {row}, column '{HEAD[column]}'"):
         load(spec(tmp_path))
 
 
@@ -293,98 +537,125 @@ def test_tables_that_are_not_read_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a,b,died\n1,2\n1,2,n\n", "Row #2: Expected 3 columns, got 2"),
+        ("a,b,died\n1,2,n,4\n", "Row #2: Expected 3 columns, got 4"),
+        ("age,died\n1,5,yes\n2,7,no\n", "Row #2: Expected 2 columns, got 3"),
+        ("a,b,died\n", "no rows found"),
+        ("", "not a readable table"),
+        ("age, age,died\n1,2,n\n", "duplicate column 'age'"),
+        ("sep=;\na;died\n1;n\n", "column 'died' not found, got 'sep='"),
+    ],
+)
+def test_a_broken_csv_file_is_one_line(tmp_path, text, fault):
+    path = tmp_path / "all.csv"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        load(spec(path))
+    assert fault in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("rows", "changes", "fault"),
     [
-        ([["x", *ROWS[0][1:]], *ROWS[1:]], {"columns": ["age"]}, None),  # words, then: categories
-        ([[*row[:4], ""] for row in ROWS[:1]] + ROWS, {}, "line 2, column 'died': the label is m"),
+        (ROWS[:1] + [[*row[:4], ""] for row in ROWS], {}, "row 2, column 'died': the label is mi"),
         (ROWS, {"target": "dies"}, "column 'dies' not found, .*; did you mean 'died'"),
         (ROWS, {"target": ""}, "data.target must name the label column, one of age, sex"),
-        (ROWS, {"columns": ["agee"]}, "column 'agee' not found, .*; did you mean 'age'"),
-        (ROWS, {"columns": ["died"]}, "feature columns other than the target 'died'"),
-        (ROWS, {"by": "sex"}, "line 4, column 'sex': values of the column data.by must"),
-        ([["", *row[1:]] for row in ROWS], {}, "column 'age': no values found. Exclude it"),
+        (ROWS, {"exclude": HEAD[:4]}, "expected a feature column besides 'died'"),
+        (ROWS, {"by": "sex"}, "row 3, column 'sex': values of the column data.by must"),
         ([[*row[:4], "no"] for row in ROWS], {}, "expected 2 to 1000 classes, got 1 distinct"),
-        ([[f"id{k}", *ROWS[k % 4][1:]] for k in range(300)], {}, "at most 200 categories, got 300"),
-        ([ROWS[0][:3], *ROWS], {}, "line 2: expected 5 columns, got 3"),
-        ([], {}, "no rows found"),
     ],
-)  # fmt: skip
-def test_a_fault_names_its_line_and_column(tmp_path, rows, changes, fault):
+)
+def test_a_fault_names_its_row_and_column(tmp_path, rows, changes, fault):
     path = write(tmp_path / "all.csv", rows)
-    if fault is None:
-        assert load(spec(path, **changes)).schema.columns[0].kind == "category"
-        return
     with pytest.raises(DataError, match=fault) as error:
         load(spec(path, **changes))
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_separators_and_quotes_do_not_change_the_table(tmp_path, sign, end, quoted):
+    head, rows = (
+        ["age", "site", "died"],
+        [[str(k * 7 % 50), "ns"[k % 2], "ny"[k // 2 % 2]] for k in range(40)],
+    )
+    mark = '"' if quoted else ""
+    lines = [sign.join(f"{mark}{value}{mark}" for value in line) for line in [head, *rows]]
+    (tmp_path / "a.csv").write_text("\ufeff" + end.join(lines) + end, newline="")
+    data = load(spec(tmp_path / "a.csv"))
+    assert [column.name for column in data.schema.columns] == ["age", "site"]
+    assert data.train.x.equal(load(spec(write(tmp_path / "b.csv", rows, head))).train.x)
+
+
+def test_many_columns_take_time_in_proportion(tmp_path):
+    """Comparing twice 20,000 names with each other would take 200 million comparisons."""
+    head = [f"c{k}" for k in range(20_000)]
+    path = write(tmp_path / "wide.csv", [["1"] * 20_000, ["2"] * 20_000], head)
+    begun = time.process_time()
+    assert len(read_table(path, spec()).columns) == 20_000
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("name", ["t.csv.gz", "T.CSV.GZ"])
+def test_a_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"age,died\n63,yes\n41,no\n"))
+    assert read_table(tmp_path / name, spec()).column("age").rows() == ["63", "41"]
+
+
+# --- Classes --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("name", "place", "value", "noun"),
+    ("one", "other", "classes"),
     [
-        ("age", 0, "4O", "number"),
-        ("age", 0, "inf", "number up to ±1e+15"),
-        ("admitted", 2, "2024-02-30", "date such as 2026-01-31"),
+        ("01", ["0.0", "1.0"], ("0", "1")),
+        ("01", [" 0", "01"], ("0", "1")),
+        (["yes", "no"], ["yes ", "no"], ("no", "yes")),
+        (["Yes", "No"], ["YES", "NO"], None),
+        (["True", "False"], ["TRUE", "FALSE"], None),
+        (["y", "n"], ["yes", "no"], None),
     ],
 )
-def test_a_column_with_one_odd_value_is_not_taken_for_words(tmp_path, name, place, value, noun):
-    rows = many(30)
-    rows[12][place] = value
-    path = write(tmp_path / "all.csv", rows)
-    with pytest.raises(DataError) as fault:
-        load(spec(path))
-    assert f"{path}: line 14, column '{name}': '{value}' is not a {noun}" in str(fault.value)
-    load(spec(path, categories=(name,)))
-    for row in rows[:4]:  # more than a tenth, which no rule explains
-        row[place] = "pos"
-    rows[12][place] = "pos"
-    with pytest.raises(DataError, match=f"column '{name}': 5 of .* values, such as 'pos', cannot"):
-        load(spec(write(path, rows)))
-    found = load(spec(path, missing=("pos",))).schema.columns
-    kinds = {column.name: (column.kind, column.missing) for column in found}
-    assert kinds[name] == ("number" if name == "age" else "date", True)
+def test_a_class_in_two_spellings_is_one_or_refused(tmp_path, one, other, classes):
+    for name, words in (("a", one), ("b", other)):
+        rows = [[str(k * 5 % 17), words[k // 2 % 2]] for k in range(20)]
+        write(tmp_path / f"{name}.csv", rows, ["x", "died"])
+    if classes is None:
+        with pytest.raises(DataError, match=r"'died': .* may be the same category"):
+            load(spec(tmp_path))
+        return
+    data = load(spec(tmp_path))
+    assert data.classes == classes
+    places = [classes.index(one[k // 2 % 2]) for k in range(20)]
+    assert data.train.y.tolist() == places * 2
 
 
-def test_times_in_different_zones_are_compared_as_moments(tmp_path):
-    times = ["2024-01-01T12:00+00:00", "2024-01-01T12:00+05:00", "2024-01-02T12:00", "2024-01-02"]
-    rows = [[*row[:2], time, *row[3:]] for row, time in zip(ROWS, times, strict=True)]
-    found = load(spec(write(tmp_path / "all.csv", rows), columns=["admitted"])).train.x[:, 0]
-    hours = np.array([12, 7, 36, 24])
-    np.testing.assert_allclose(found, (hours - hours.mean()) / hours.std(), atol=1e-5)
-
-
-@pytest.mark.parametrize("second", ["age", " age"])
-def test_a_header_with_one_name_twice_is_refused(tmp_path, second):
-    path = write(tmp_path / "all.csv", head=["age", second, "admitted", "ward", "died"])
-    with pytest.raises(DataError, match="duplicate column 'age'"):
-        load(spec(path))
-
-
-@pytest.mark.parametrize("value", ["abc", "inf", "1e300", "1_000"])
-def test_a_sites_number_that_is_none(tmp_path, value):
-    schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
-    path = write(tmp_path / "b.csv", [*ROWS, [value, *ROWS[0][1:]]])
-    with pytest.raises(DataError, match=r"b.csv: line 6, column 'age': '.*' (is not|must be)"):
-        labeled_split(schema, read_table(path, spec()))
-
-
-@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
-@pytest.mark.parametrize("missing", [False, True])
-def test_numbers_with_a_type_are_not_read_in_the_notation_of_the_schema(tmp_path, ending, missing):
-    texts = ["1.234,5", "2,25", "12.000"] * 4
-    source = write(tmp_path / "a.csv", [[text, "ny"[k % 2]] for k, text in enumerate(texts)], "vd")
-    schema = infer_schema(read_table(source, spec(target="d")), spec(target="d"))
-    assert schema.columns[0].written == "1.234,5"
-    numbers = [12.345, 1.5, 1234.5, None if missing else 2.0]
-    frame, path = pd.DataFrame({"v": numbers, "d": list("nyny")}), tmp_path / f"b.{ending}"
-    if ending == "parquet":
+@pytest.mark.parametrize(
+    "values", [[f"{k / 7:.3f}" for k in range(60)], [str(18 + k) for k in range(60)]]
+)
+@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
+def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
+    path = tmp_path / f"t.{ending}"
+    frame = pd.DataFrame({"x": [k * 3 % 7 for k in range(60)], "died": list(map(float, values))})
+    if ending == "csv":
+        frame.to_csv(path, index=False)
+    elif ending == "parquet":
         frame.to_parquet(path)
     else:
         frame.to_json(path, orient="records", lines=True)
-    mean, deviation = np.mean([1234.5, 2.25, 12000]), np.std([1234.5, 2.25, 12000])
-    x = [(mean if number is None else number) for number in numbers]
-    encoded = encode(schema, read_table(path, spec()))[:, 0]
-    np.testing.assert_allclose(encoded, (np.array(x) - mean) / deviation, atol=1e-5)
+    with pytest.raises(
+        DataError, match=r"60 different numbers from .* to .* Set data.task to regression"
+    ):
+        load(spec(path))
+    assert len(load(spec(path, task="classification")).classes) == 60
+
+
+# --- Sites ----------------------------------------------------------------------------------------
 
 
 def site(folder, rows, schema, head=HEAD):
@@ -395,11 +666,8 @@ def site(folder, rows, schema, head=HEAD):
 
 
 def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_path):
-    train = write(tmp_path / "all.csv", many(80))
-    schema = infer_schema(read_table(train, spec()), spec())
+    schema = inferred(write(tmp_path / "all.csv", many(80)))
     text = schema.to_toml()
-    (tmp_path / "s.toml").write_text(text)
-    assert read_schema(tmp_path / "s.toml") == schema
     folder = site(tmp_path / "a", many(30, 1), text)
     found = site_data(str(folder), spec=DataSpec(), classes=2, name="a")
     assert found.shape == (sum(schema.widths),)
@@ -412,6 +680,9 @@ def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_pat
         site_data(str(other), spec=DataSpec(sample_kind="table"), classes=2, name="b")
     with pytest.raises(DataError, match=r"expected the 3 classes of the run, got 2"):
         site_data(str(folder), spec=DataSpec(), classes=3, name="a")
+    (folder / "schema.toml").write_text(text.replace("deviation", "missing = ['x']\n# "))
+    with pytest.raises(DataError, match=r"schema\.toml: column 'age': .* must be set"):
+        site_data(str(folder), spec=DataSpec(), classes=2, name="a")
 
 
 def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
@@ -421,7 +692,7 @@ def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
     from flwr.common import Code, GetPropertiesIns
 
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
-    schema = infer_schema(read_table(write(tmp_path / "all.csv", many(80)), spec()), spec())
+    schema = inferred(write(tmp_path / "all.csv", many(80)))
     moved = schema.model_copy(
         update={
             "columns": (schema.columns[0].model_copy(update={"mean": 1.0}), *schema.columns[1:])
@@ -440,23 +711,50 @@ def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
     assert orders[0] == orders[1] != orders[2]
 
 
+def public_and_site(tmp_path, change, count=40):
+    """Return the schema of a public table, and a site with changed words."""
+    rng = np.random.default_rng(0)
+    rows = [
+        [str(rng.integers(30, 80)), str(rng.choice(["yes", "no"])), "01"[k % 2]]
+        for k in range(count)
+    ]
+    head = ["age", "smoker", "died"]
+    schema = inferred(write(tmp_path / "public.csv", rows, head))
+    site_rows = [change(k, list(row)) for k, row in enumerate(rows)]
+    return site(tmp_path / "site", site_rows, schema.to_toml(), head), schema, rows
+
+
+def test_integers_with_decimals_are_the_schemas_classes(tmp_path):
+    folder, schema, rows = public_and_site(tmp_path, lambda _, row: [*row[:2], f"{row[2]}.0"])
+    found = labeled_split(schema, read_table(folder / "train.csv", spec()))
+    assert found.x.equal(encode(schema, read_table(tmp_path / "public.csv", spec())))
+    assert found.y.tolist() == [int(row[2]) for row in rows]
+
+
 @pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("target = 3", "target: Input should be a valid string"),
-        ("[", "not valid TOML"),
-        ('target = "a"\nclasses = ["x", "y"]\ncolumns = [{name = "b", kind = "word"}]', "kind"),
-        (
-            'target = "a"\nclasses = ["x", "y"]\n'
-            'columns = [{name = "b", kind = "number", deviation = 0}]',
-            "greater than 0",
-        ),
-    ],
+    ("words", "share"),
+    [(["ja", "nein"], 1), (["YES", "NO"], 1), (["ja", "nein"], 0.3), ([""], 0.5)],
 )
-def test_a_broken_schema_is_one_line(tmp_path, text, fault):
-    (tmp_path / "schema.toml").write_text(text)
+def test_a_site_whose_words_are_unknown_is_refused(tmp_path, words, share):
+    def foreign(k, row):
+        return [row[0], words[k % len(words)] if k < share * 40 else row[1], *row[2:]]
+
+    folder, _, _ = public_and_site(tmp_path, foreign)
+    fault = rf"column 'smoker': {int(share * 40)} of 40 values, such as .*, are not in the schema"
     with pytest.raises(DataError, match=fault):
-        read_schema(tmp_path / "schema.toml")
+        site_data(str(folder), spec=DataSpec(), classes=2, name="a")
+    text = (folder / "schema.toml").read_text()
+    (folder / "schema.toml").write_text(text.replace("max_unknown = 0.2", "max_unknown = 1"))
+    assert site_data(str(folder), spec=DataSpec(), classes=2, name="a").shape == (3,)
+
+
+def test_few_unknown_words_are_counted_in_the_sites_log(tmp_path, caplog):
+    folder, _, _ = public_and_site(
+        tmp_path, lambda k, row: [row[0], "never" if k < 4 else row[1], *row[2:]]
+    )
+    caplog.set_level(logging.WARNING)
+    site_data(str(folder), spec=DataSpec(), classes=2, name="a")
+    assert "column 'smoker': 4 of 40 values, such as 'never', are not in the schema" in caplog.text
 
 
 def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
@@ -472,11 +770,11 @@ def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
     assert isinstance(record.table, TableSchema)
     new = write(tmp_path / "new.csv", [row[:4] for row in many(5, 7)], HEAD[:4])
     names, x = read_inputs([new], record)
-    assert names == [f"line {n}" for n in range(2, 7)]
+    assert names == [f"row {n}" for n in range(1, 6)]
     assert x.equal(encode(record.table, read_table(new, spec())))
     status, out, _ = call("predict", tmp_path / "run", "client-0", new, "--csv")
     assert status == 0
-    assert out.startswith("sample,class,probability,no,yes\nline 2,")
+    assert out.startswith("sample,class,probability,no,yes\nrow 1,")
     with pytest.raises(DataError, match="column 'sex' not found"):
         read_inputs([write(tmp_path / "b.csv", [["1"]], ["age"])], record)
 
@@ -490,446 +788,7 @@ def test_workers_that_map_the_data_have_the_schema(tmp_path):
     assert mapped.client(1).schema == whole.client(1).schema is not None
 
 
-def test_the_command_writes_a_schema(tmp_path, call):
-    out = tmp_path / "schema.toml"
-    words = ("schema", write(tmp_path / "all.csv"), "--target", "died", "--columns", "age,sex")
-    status, said, _ = call(*words, "--out", out)
-    assert status == 0
-    assert "age: number, mean 60 ± 16.33, may be missing" in said
-    assert [column.name for column in read_schema(out).columns] == ["age", "sex"]
-    words = ("schema", tmp_path / "all.csv", "--target", "died", "--columns", "admitted")
-    assert "admitted: date, mean 2024-01-03 ± 1.841 days" in call(*words, "--out", out)[1]
-
-
-# --- How values are written ---------------------------------------------------------------------
-
-NUMBERS = [f"{k * 7 % 97 + 100}" for k in range(40)]
-
-
-def column_of(tmp_path, values, name="all.csv", **changes):
-    """Return the type of a table's only column, and its features."""
-    rows = [[value, "ny"[k % 2]] for k, value in enumerate(values)]
-    data = load(spec(write(tmp_path / name, rows, ["v", "died"]), **changes))
-    return data.schema.columns[0], data.train.x.numpy()
-
-
-def expected(values):
-    """Return a numeric column (None if missing), centered and scaled, with a missing feature."""
-    numbers = np.array([np.nan if v is None else v for v in values], float)
-    own = np.nan_to_num((numbers - np.nanmean(numbers)) / np.nanstd(numbers))
-    gone = np.isnan(numbers)
-    return np.stack([own, gone], 1) if gone.any() else own[:, None]
-
-
-@pytest.mark.parametrize(
-    "mark",
-    ["None", "#N/A", "<NA>", "-", ".", "NaT", "#NV", "#N/D", "#DIV/0!", "#WERT!", "#¡VALOR!", "\\N",
-     "NULL", "--", "missing", "unknown", "1.#IND", "(null)", ".A", "k.A.", "Err:502", "n.d."],
-)  # fmt: skip
-@pytest.mark.parametrize("fraction", [2, 20])
-def test_a_mark_of_a_missing_number_is_no_word(tmp_path, mark, fraction):
-    values = [mark if k % fraction == 0 else text for k, text in enumerate(NUMBERS)]
-    column, x = column_of(tmp_path, values)
-    assert (column.kind, column.missing) == ("number", True)
-    numbers = [None if text == mark else float(text) for text in values]
-    np.testing.assert_allclose(x, expected(numbers), atol=1e-5)
-
-
-@pytest.mark.parametrize("mark", ["None", "-", "unknown", "#DIV/0!"])
-def test_among_words_such_a_mark_is_a_word(tmp_path, mark):
-    column, _ = column_of(tmp_path, ["mild", mark, "severe"] * 5)
-    assert column.categories == tuple(sorted(["mild", mark, "severe"]))
-
-
-@pytest.mark.parametrize("mark", ["-999", "-999.0"])
-@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
-def test_an_integer_that_marks_missing_values_may_have_decimals(tmp_path, mark, ending):
-    numbers, path = [1.5, -999.0, 2.0, 7.0], tmp_path / f"a.{ending}"
-    frame = pd.DataFrame(
-        {"v": numbers * 3, "w": ["-999", "b", "b", "c"] * 3, "died": list("nny") * 4}
-    )
-    if ending == "csv":
-        frame.to_csv(path, index=False)
-    elif ending == "parquet":
-        frame.to_parquet(path)
-    else:
-        frame.to_json(path, orient="records", lines=True)
-    data = load(spec(path, missing=(mark,)))
-    number, word = data.schema.columns
-    assert (number.missing, word.categories, word.missing) == (True, ("b", "c"), True)
-    np.testing.assert_allclose(data.train.x[:, :2], expected([1.5, None, 2, 7] * 3), atol=1e-5)
-    # In a table with points between thousands, 9.000 is not the marker 9.
-    rows = [[text, "ny"[k % 2]] for k, text in enumerate(["9.000", "9", "1.234,5", "9,00"] * 3)]
-    data = load(spec(write(tmp_path / "b.csv", rows, ["v", "died"]), missing=("9",)))
-    read = expected([9000, None, 1234.5, None] * 3)
-    np.testing.assert_allclose(data.train.x, read, atol=1e-5)
-
-
-def test_a_marker_is_no_target_of_a_site(tmp_path):
-    rows = [["1", "3"], ["2", "4"], ["4", "5"]]
-    source = write(tmp_path / "a.csv", rows, ["v", "died"])
-    of_run = spec(task="regression", missing=("-999",))
-    schema = infer_schema(read_table(source, of_run), of_run)
-    other = write(tmp_path / "b.csv", [*rows, ["5", "-999.0"]], ["v", "died"])
-    with pytest.raises(DataError, match=r"b\.csv: line 5, column 'died': the target"):
-        labeled_split(schema, read_table(other, of_run))
-
-
-@pytest.mark.parametrize(
-    ("texts", "numbers"),
-    [
-        (["11,9", "9,4", "3"], [11.9, 9.4, 3]),
-        (["1.234,5", "12", "1.000"], [1234.5, 12, 1000]),
-        (["1,234.5", "12", "1,000"], [1234.5, 12, 1000]),
-        (["1,234,567", "1,000", "12"], [1234567, 1000, 12]),
-        (["1\u202f234,5", "2\u00a0000", "12"], [1234.5, 2000, 12]),
-        (["1'234.5", "2’000", "12"], [1234.5, 2000, 12]),
-        (["\u22125", "+7", "1e-3"], [-5, 7, 0.001]),
-        (["-1,5E+03", "2,5", "0"], [-1500, 2.5, 0]),
-        (["12 %", "7.5%", "100 %"], [12, 7.5, 100]),
-        (["€ 1.200,50", "€3,20", "-€5,00"], [1200.5, 3.2, -5]),
-        (["$1,200.50", "$3", "($5.25)"], [1200.5, 3, -5.25]),
-        (["5 mg/dl", "7.5 mg/dl", "10 mg/dl"], [5, 7.5, 10]),
-        (['="007"', '="12"', '="3"'], [7, 12, 3]),
-        (["12-", "7", ".5"], [-12, 7, 0.5]),
-        (["0,123", "0,5", "1,000"], [0.123, 0.5, 1]),
-        (["1 days 02:00:00", "0 days 00:00:30", "2 days"], [93600, 30, 172800]),
-        (["18:30", "09:15", "00:00"], [66600, 33300, 0]),
-    ],
-)  # fmt: skip
-def test_numbers_of_other_countries_and_tools(tmp_path, texts, numbers):
-    column, x = column_of(tmp_path, texts * 4)
-    assert column.kind == "number"
-    np.testing.assert_allclose(x, expected(numbers * 4), atol=1e-5)
-    other = write(tmp_path / "other.csv", [[text, "n"] for text in texts], ["v", "died"])
-    schema = load(spec(tmp_path / "all.csv")).schema  # a site reads the same numbers by the schema
-    np.testing.assert_allclose(
-        encode(schema, read_table(other, spec())), expected(numbers * 4)[:3], atol=1e-5
-    )
-
-
-def test_what_may_be_meant_in_two_ways_is_decided_by_other_columns_or_a_setting(tmp_path):
-    texts, numbers = ["1,234", "2,500", "987"], [1.234, 2.5, 987]
-    with pytest.raises(
-        DataError, match=r"line 2, column 'v': ambiguous number '1,234': .* Set data.decimal to"
-    ):
-        column_of(tmp_path, texts * 4)
-    _, x = column_of(tmp_path, texts * 4, decimal="comma")
-    np.testing.assert_allclose(x, expected(numbers * 4), atol=1e-5)
-    _, x = column_of(tmp_path, texts * 4, decimal="point")
-    np.testing.assert_allclose(x, expected([1234, 2500, 987] * 4), atol=1e-5)
-    rows = [
-        [text, other, "ny"[k % 2]]
-        for k, (text, other) in enumerate(zip(texts * 4, ["0,5", "1,25", "3"] * 4, strict=True))
-    ]
-    data = load(spec(write(tmp_path / "b.csv", rows, ["v", "w", "died"])))
-    np.testing.assert_allclose(data.train.x[:, :1], expected(numbers * 4), atol=1e-5)
-
-
-def test_integers_below_and_above_a_thousand_have_points_in_a_table_of_decimal_commas(tmp_path):
-    others = {",": ["0,5", "1,25", "3"], ".": ["0.5", "1.25", "3"]}
-    for sign, thousand in ((",", 1000), (".", 1)):
-        numbers = [0, 950, 1.234 * thousand, -12.5 * thousand]
-        rows = [
-            [text, other, "ny"[k % 2]]
-            for k, (text, other) in enumerate(
-                zip(["0", "950", "1.234", "-12.500"] * 3, others[sign] * 4, strict=True)
-            )
-        ]
-        data = load(spec(write(tmp_path / "a.csv", rows, ["v", "w", "died"])))
-        np.testing.assert_allclose(data.train.x[:, :1], expected(numbers * 3), atol=1e-5)
-    # Digits without a point show that a file does not group thousands.
-    rows = [[*row[:-2], other, row[-1]] for row, other in zip(rows, others[","] * 4, strict=True)]
-    rows[0][0] = "4711"
-    data = load(spec(write(tmp_path / "a.csv", rows, ["v", "w", "died"])))
-    numbers = [4711, *(numbers * 3)[1:]]
-    np.testing.assert_allclose(data.train.x[:, :1], expected(numbers), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("texts", "days"),
-    [
-        (["13/03/2004", "01/02/2004", "03/04/2004"], [41, 0, 62]),
-        (["03/13/2004", "02/01/2004", "04/03/2004"], [41, 0, 62]),
-        (["01.03.2004", "01.02.2004", "03.04.2004"], [29, 0, 62]),
-        (["2004/03/01", "2004/2/1", "2004/04/03"], [29, 0, 62]),
-        (["1 March 2004", "Feb 1, 2004", "03-Apr-2004"], [29, 0, 62]),
-        (["31/01/2004 18:00", "01/02/2004 06:00", "NaT"], [-0.5, 0, None]),
-        (["31JAN2004:12:00:00", "01FEB2004:00:00:00", "."], [-0.5, 0, None]),
-    ],
-)
-def test_dates_of_other_orders(tmp_path, texts, days):
-    column, x = column_of(tmp_path, texts * 4)
-    assert column.kind == "date"
-    np.testing.assert_allclose(x, expected(days * 4), atol=1e-5)
-
-
-def test_an_order_of_dates_in_doubt_is_refused(tmp_path):
-    texts = ["03/02/2004", "01/02/2004", "05/04/2004"]
-    with pytest.raises(DataError, match=r"begin with the day or the month. Set data.date-order"):
-        column_of(tmp_path, texts * 4)
-    _, x = column_of(tmp_path, texts * 4, date_order="mdy")
-    np.testing.assert_allclose(x, expected([60, 0, 123] * 4), atol=1e-5)
-    with pytest.raises(DataError, match="invalid date '"):
-        column_of(tmp_path, ["31/12/99", "01/02/45"] * 4)
-
-
-def test_codes_stay_words_and_measurements_with_unknown_words_are_refused(tmp_path):
-    codes, _ = column_of(tmp_path, ["1", "2", "3", "X"] * 10)
-    assert codes.categories == ("1", "2", "3", "X")
-    for odd in ("neg", "<5"):
-        values = [odd if k % 5 == 0 else text for k, text in enumerate(NUMBERS)]
-        with pytest.raises(
-            DataError, match=f"8 of 40 values, such as '{odd}', cannot be read as a number"
-        ):
-            column_of(tmp_path, values)
-        assert column_of(tmp_path, values, missing=(odd,))[0].kind == "number"
-        assert column_of(tmp_path, values, categories=("v",))[0].kind == "category"
-    with pytest.raises(
-        DataError, match="'v': expected categories, got a different word in each of 40 rows"
-    ):
-        column_of(tmp_path, [f"P{text}x{k}" for k, text in enumerate(NUMBERS)])
-
-
-# --- Rows' numbers, separators, and headers -----------------------------------------------------
-
-
-def noise(count=60):
-    rng = np.random.default_rng(3)
-    return pd.DataFrame(
-        {"a": rng.normal(size=count).round(3), "y": np.repeat(["n", "j"], count // 2)}
-    )
-
-
-INDEXES = {
-    "unnamed": lambda f: f,
-    "0 to n - 1": lambda f: f.reset_index(names="case"),
-    "1 to n": lambda f: f.assign(nr=range(1, len(f) + 1)),
-    "shuffled": lambda f: f.assign(row_number=range(len(f))).sample(frac=1, random_state=0),
-    "floats": lambda f: f.assign(k=np.arange(len(f), dtype=float)),
-    "restarts": lambda f: f.assign(k=[*range(20), *range(40)]),
-    "an id": lambda f: f.assign(patient_id=[f"P{k * 37 % 1000}" for k in range(len(f))]),
-}
-
-
-@pytest.mark.parametrize("case", INDEXES)
-@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet", "jsonl"])
-def test_a_column_that_numbers_the_rows_is_no_feature(tmp_path, case, ending, caplog):
-    frame, path = INDEXES[case](noise()), tmp_path / f"t.{ending}"
-    index = case == "unnamed"
-    if ending == "parquet":
-        frame.to_parquet(path, index=True)
-    elif ending == "jsonl":
-        (frame.reset_index() if index else frame).to_json(path, orient="records", lines=True)
-    else:
-        frame.to_csv(path, index=index, sep="\t" if ending == "tsv" else ",")
-    data = load(spec(path, target="y"))
-    assert [column.name for column in data.schema.columns] == ["a"]
-    if not (index and ending == "parquet"):  # a range is no column of the file
-        assert "is excluded, because " in caplog.text
-    other = set(frame.columns) - {"a", "y"}
-    if other:  # unless it is asked for by name
-        named = (
-            load(spec(path, target="y", columns=("a", *other), categories=tuple(other)[:0]))
-            if case not in ("an id",)
-            else None
-        )
-        assert named is None or len(named.schema.columns) == 2
-
-
-@pytest.mark.parametrize("by", ["", "site"])
-@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_separators_trailing_ones_and_row_names_do_not_depend_on_who_owns_a_row(
-    tmp_path, by, sign, end
-):
-    rows = [
-        [
-            str(30 + k * 7 % 50),
-            f"{k * 3 % 11},5".replace(",", "." if sign == "," else ","),
-            "ns"[k % 2],
-            "ny"[k // 2 % 2],
-        ]
-        for k in range(40)
-    ]
-    head = ["age", "level", "site", "died"]
-    forms = {
-        "plain": [head, *rows],
-        "trailing": [[*head, "", ""], *([*row, "", ""] for row in rows), [""] * 6],
-        "trailing in rows": [head, *([*row, ""] for row in rows)],
-        "row names": [head, *([f"r{k}", *row] for k, row in enumerate(rows))],
-        "index": [["", *head], *([str(k), *row] for k, row in enumerate(rows))],
-        "quoted": [[f'"{n}"' for n in head], *([f'"{v}"' for v in row] for row in rows)],
-    }
-    found = []
-    for name, lines in forms.items():
-        path = tmp_path / f"{name}.csv"
-        path.write_text("\ufeff" + end.join(sign.join(line) for line in lines) + end, newline="")
-        data = load(spec(path, by=by, columns=()))
-        names = [column.name for column in data.schema.columns]
-        assert names == ["age", "level", *([] if by else ["site"])], name
-        assert data.schema.columns[1].kind == "number"
-        found.append(data.train.x)
-    assert all(x.equal(found[0]) for x in found)
-    marked = tmp_path / "sep.csv"
-    marked.write_text(f"sep={sign}\n" + "\n".join(sign.join(line) for line in forms["plain"]))
-    assert load(spec(marked, by=by)).train.x.equal(found[0])
-
-
-def test_many_columns_take_time_in_proportion(tmp_path):
-    """Comparing twice 20,000 names with each other would take 200 million comparisons."""
-    head = [f"c{k}" for k in range(20_000)]
-    path = write(tmp_path / "wide.csv", [["1"] * 20_000, ["2"] * 20_000], head)
-    begun = time.process_time()
-    assert len(read_table(path, spec()).columns) == 20_000
-    assert time.process_time() - begun < 2
-
-
-# --- Classes and categories in several spellings ------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "classes"),
-    [
-        ("01", ["0.0", "1.0"], ("0", "1")),
-        ("01", [" 0", "01"], ("0", "1")),
-        (["Yes", "No"], ["YES", "NO"], ("NO", "YES")),
-        (["yes", "no"], ["Yes ", "no"], None),
-        (["True", "False"], ["TRUE", "FALSE"], None),
-        (["yes", "no"], ["1", "0"], "several words for yes or no"),
-        (["y", "n"], ["yes", "no"], "several words for yes or no"),
-        (["True", "False"], ["1", "0"], "several words for yes or no"),
-    ],
-)
-def test_a_class_in_two_spellings_is_one_or_refused(tmp_path, one, other, classes):
-    for name, words in (("a", one), ("b", other)):
-        rows = [[str(k * 5 % 17), words[k % 2], words[k // 2 % 2]] for k in range(20)]
-        write(tmp_path / f"{name}.csv", rows, ["x", "w", "died"])
-    if isinstance(classes, str):
-        with pytest.raises(DataError, match=classes):
-            load(spec(tmp_path))
-        assert len(load(spec(tmp_path, categories=("died", "w"))).classes) == 4
-        return
-    data = load(spec(tmp_path))
-    assert len(data.classes) == 2
-    assert classes is None or data.classes == classes
-    if one != "01":
-        assert len(data.schema.columns[1].categories) == 2
-    by_hand = [k // 2 % 2 for k in range(20)] * 2
-    assert data.train.y.tolist() in (by_hand, [1 - y for y in by_hand])
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [f"{k / 7:.3f}" for k in range(60)],
-        [str(18 + k) for k in range(60)],
-        [f"{k},5" for k in range(60)],
-    ],
-)
-@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
-def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
-    rows, path = (
-        [[str(k * 3 % 7), value] for k, value in enumerate(values)],
-        tmp_path / f"t.{ending}",
-    )
-    if ending == "csv":
-        write(path, rows, ["x", "died"])
-    else:
-        numbers = values if "," in values[0] else [float(value) for value in values]
-        frame = pd.DataFrame({"x": [int(row[0]) for row in rows], "died": numbers})
-        frame.to_parquet(path) if ending == "parquet" else frame.to_json(
-            path, orient="records", lines=True
-        )
-    with pytest.raises(
-        DataError, match=r"60 different numbers from .* to .* Set data.task to regression"
-    ):
-        load(spec(path))
-    assert len(load(spec(path, categories=("died",))).classes) == 60
-
-
-def test_a_text_file_with_many_numbers_as_labels_is_refused_and_booleans_are_labels(tmp_path):
-    path = tmp_path / "t.jsonl"
-    lines = [json.dumps({"text": f"note {k}", "label": k / 8}) for k in range(60)]
-    path.write_text("\n".join(lines))
-    with pytest.raises(
-        DataError, match=r"expected classes, got 60 different numbers from 0 to 7.375"
-    ):
-        load(DataSpec(dataset=f"text:{path}"))
-    assert len(load(DataSpec(dataset=f"text:{path}", categories=("label",))).classes) == 60
-    for value, classes in ((bool, ("false", "true")), (float, ("0", "1")), (int, ("0", "1"))):
-        path.write_text(
-            "\n".join(json.dumps({"text": f"note {k}", "label": value(k % 2)}) for k in range(9))
-        )
-        data = load(DataSpec(dataset=f"text:{path}"))
-        assert (data.classes, data.train.y.tolist()) == (classes, [k % 2 for k in range(9)])
-    path.write_text('{"text": "a", "label": null}')
-    with pytest.raises(
-        DataError,
-        match="line 1, column 'label': expected text, a number, true, or false, got NoneType",
-    ) as fault:
-        load(DataSpec(dataset=f"text:{path}"))
-    assert "did you mean" not in str(fault.value)
-
-
-def public_and_site(tmp_path, change, count=40):
-    """Return the schema of a public table, and a site with changed words."""
-    rng = np.random.default_rng(0)
-    rows = [
-        [
-            str(rng.integers(30, 80)),
-            str(rng.choice(["yes", "no"])),
-            str(rng.choice(["True", "False"])),
-            "01"[k % 2],
-        ]
-        for k in range(count)
-    ]
-    head = ["age", "smoker", "diabetes", "died"]
-    schema = infer_schema(read_table(write(tmp_path / "public.csv", rows, head), spec()), spec())
-    site_rows = [change(k, list(row)) for k, row in enumerate(rows)]
-    return site(tmp_path / "site", site_rows, schema.to_toml(), head), schema, rows
-
-
-def test_a_sites_spelling_is_the_schemas_word_and_it_is_said(tmp_path, caplog):
-    def shout(_, row):
-        return [row[0], row[1].capitalize(), row[2].upper(), f"{row[3]}.0"]
-
-    folder, schema, rows = public_and_site(tmp_path, shout)
-    found = labeled_split(schema, read_table(folder / "train.csv", spec()))
-    assert found.x.equal(encode(schema, read_table(tmp_path / "public.csv", spec())))
-    assert found.y.tolist() == [int(row[3]) for row in rows]
-    assert "column 'smoker': read 'No' as 'no'" in caplog.text or "'Yes' as 'yes'" in caplog.text
-    assert "column 'diabetes': read" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("words", "share"), [(["ja", "nein"], 1), (["Y", "N"], 1), (["ja", "nein"], 0.3), ([""], 0.5)]
-)
-def test_a_site_whose_words_are_unknown_is_refused(tmp_path, words, share):
-    def foreign(k, row):
-        return [row[0], words[k % len(words)] if k < share * 40 else row[1], *row[2:]]
-
-    folder, _, _ = public_and_site(tmp_path, foreign)
-    fault = rf"column 'smoker': {int(share * 40)} of 40 values, such as .*, are not in the schema"
-    with pytest.raises(DataError, match=fault):
-        site_data(str(folder), spec=DataSpec(), classes=2, name="a")
-    text = (folder / "schema.toml").read_text()
-    (folder / "schema.toml").write_text(text.replace("max_unknown = 0.2", "max_unknown = 1"))
-    assert site_data(str(folder), spec=DataSpec(), classes=2, name="a").shape == (5,)
-
-
-def test_few_unknown_words_are_counted_in_the_sites_log(tmp_path, caplog):
-    folder, schema, _ = public_and_site(
-        tmp_path, lambda k, row: [row[0], "never" if k < 4 else row[1], *row[2:]]
-    )
-    caplog.set_level(logging.WARNING)
-    site_data(str(folder), spec=DataSpec(), classes=2, name="a")
-    assert "column 'smoker': 4 of 40 values, such as 'never', are not in the schema" in caplog.text
-    limit = schema.model_copy(update={"max_unknown": 0.5})
-    assert limit.digest == schema.digest  # the features are the same
-
-
-# --- Parquet ------------------------------------------------------------------------------------
+# --- Parquet and JSON lines -----------------------------------------------------------------------
 
 
 def parquet(path, columns, **options):
@@ -943,51 +802,47 @@ def parquet(path, columns, **options):
 def test_parquet_values_are_converted_by_their_type(tmp_path):
     n, rng = 40, np.random.default_rng(0)
     numbers = rng.integers(0, 50, n)
-    hours = [datetime.timedelta(hours=int(v)) for v in numbers]
     zone = datetime.timezone(datetime.timedelta(hours=5))
     moments = [datetime.datetime(2024, 1, 1 + int(v) % 20, tzinfo=zone) for v in numbers]
     columns = {
         "decimal": pa.array([Decimal(int(v)).scaleb(-1) for v in numbers], pa.decimal128(9, 1)),
         "bytes": pa.array([str(v).encode() for v in numbers]),
-        "fixed": pa.array([f"{v:02}".encode() for v in numbers], pa.binary(2)),
         "large": pa.array([str(v) for v in numbers], pa.large_string()),
         "dictionary": pa.array([str(v) for v in numbers]).dictionary_encode(),
-        "wait": pa.array(hours, pa.duration("ms")),
         "half": pa.array(numbers.astype(np.float16)),
-        "time": pa.array([datetime.time(int(v) % 24, 30) for v in numbers], pa.time64("us")),
     }
     found = load(spec(parquet(tmp_path / "t.parquet", columns)))
-    assert {column.kind for column in found.schema.columns} == {"number"}
-    scaled = expected(numbers)
-    for k in range(7):
-        np.testing.assert_allclose(found.train.x[:, k : k + 1], scaled, atol=1e-5)
-    np.testing.assert_allclose(found.train.x[:, 7:], expected(numbers % 24), atol=1e-5)
+    assert {column.type for column in found.schema.columns} == {"number"}
+    np.testing.assert_allclose(found.train.x, np.repeat(expected(numbers), 5, 1), atol=1e-5)
     others = {
         "zoned": pa.array(moments, pa.timestamp("ns", "Asia/Karachi")),
         "flag": pa.array(numbers > 20),
-        "words": pa.array([f"w{v % 3}".encode() for v in numbers]),
+        "words": pa.array(["abc"[v % 3].encode() for v in numbers]),
     }
     data = load(spec(parquet(tmp_path / "o.parquet", others)))
-    assert [column.kind for column in data.schema.columns] == ["date", "category", "category"]
-    assert data.schema.columns[2].categories == ("w0", "w1", "w2")
+    assert [column.type for column in data.schema.columns] == ["date", "category", "category"]
+    assert data.schema.columns[2].values == ("a", "b", "c")
     np.testing.assert_allclose(data.train.x[:, :1], expected(numbers % 20), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        (pa.array([[1, 2], [3]] * 10), "list"),
+        (pa.array([[1, 2], [3]] * 10), "lists"),
         (pa.array([{"sys": 1}, {"sys": 2}] * 10), "struct"),
         (pa.array([[("a", 1)]] * 20, pa.map_(pa.string(), pa.int64())), "map"),
         (pa.array([b"\xff\xfe", b"\x00"] * 10), "bytes that are not UTF-8 text"),
-        (pa.nulls(20), "no values found"),
+        (pa.array([datetime.timedelta(hours=1)] * 20, pa.duration("ms")), "duration"),
+        (pa.nulls(20), "no values"),
     ],
-)  # fmt: skip
+)
 def test_parquet_values_without_a_meaning_are_refused_by_name(tmp_path, values, kind):
-    path = parquet(tmp_path / "t.parquet", {"v": values, "x": pa.array(range(0, 60, 3))})
-    with pytest.raises(DataError, match=rf"column 'v'.*{kind}"):
+    numbers = pa.array([k * 7 % 60 for k in range(20)])
+    path = parquet(tmp_path / "t.parquet", {"v": values, "x": numbers})
+    with pytest.raises(DataError, match="a column has no clear type: 'v'") as fault:
         load(spec(path))
-    assert load(spec(path, columns=("x",))).train.x.shape == (20, 1)
+    assert kind in fault.value.__notes__[0]
+    assert load(spec(path, exclude=("v",))).train.x.shape == (20, 1)
 
 
 @pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "dictionary"])
@@ -1008,9 +863,7 @@ def test_a_small_parquet_file_of_a_huge_table_takes_little_memory(tmp_path, enco
     pool = pa.default_memory_pool()
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     used = pool.bytes_allocated()
-    with pytest.raises(
-        DataError, match=r"at most data.max-bytes|at most 1000 characters, got 3,000,000"
-    ):
+    with pytest.raises(DataError):
         load(spec(path, max_bytes=100_000_000))
     assert time.process_time() - begun < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
@@ -1026,56 +879,19 @@ def test_rows_without_columns_of_a_parquet_file_are_counted_before_they_are_deco
         read_table(path, spec(max_bytes=8_000_000))
 
 
-def test_decimal_commas_without_quotes_are_no_row_names(tmp_path):
-    (tmp_path / "t.csv").write_text("age,died\n1,5,yes\n1,7,no\n2,5,no\n")
-    with pytest.raises(DataError, match=r"t\.csv: line 2: expected 2 columns, got 3\. The first"):
-        read_table(tmp_path / "t.csv", spec())
-    (tmp_path / "t.csv").write_text("age,died\n1,5,yes\n2,7,no\n3,5,no\n")
-    assert read_table(tmp_path / "t.csv", spec()).column("age") == ["5", "7", "5"]
-
-
-@pytest.mark.parametrize("name", ["t.csv.gz", "T.CSV.GZ"])
-def test_a_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
-    (tmp_path / name).write_bytes(gzip.compress(b"age,died\n63,yes\n41,no\n"))
-    cells = read_table(tmp_path / name, spec())
-    assert cells.column("age") == ["63", "41"]
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-def test_a_line_of_json_takes_no_more_memory_than_is_allowed(tmp_path, ending):
-    path = tmp_path / f"t{ending}"
-    line = '{"v": [' + "[]," * 300_000 + "[]]}"
-    path.write_bytes(gzip.compress(line.encode()) if ending.endswith("gz") else line.encode())
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match="line 1 has more than 65,535 characters"):
-            read_table(path, spec(max_bytes=1_500_000))
-        assert tracemalloc.get_traced_memory()[1] < 4_000_000
-    finally:
-        tracemalloc.stop()
-
-
-# --- Reports ------------------------------------------------------------------------------------
-
-
-def test_the_command_and_the_runs_log_say_what_each_column_was_taken_for_and_why(tmp_path, call):
-    rows = [
-        [f"{k}", f"{k % 7},5", ["", "yes", "YES"][k % 3], f"{k % 28 + 1}/03/2004", "ny"[k % 2]]
-        for k in range(40)
-    ]
-    path = write(tmp_path / "all.csv", rows, ["id", "level", "smoker", "seen", "died"])
-    status, said, _ = call("schema", path, "--target", "died", "--out", tmp_path / "s.toml")
-    assert status == 0
-    assert "id: excluded, because all its values are different" in said
-    assert "level: number, mean" in said
-    assert "(numbers with a decimal comma, such as '0,5')" in said
-    assert "read 'yes' as 'YES'" in said or "read 'YES' as 'yes'" in said
-    assert "14 of 40 are missing ('')" in said
-    assert "order dd/mm/yyyy, as '13/03/2004' shows" in said
-    notes = load(spec(path)).notes
-    assert all(note in said for note in notes)
-    assert len(notes) == 4
-    for option in ("--decimal", "comma"), ("--date-order", "dmy"), ("--missing", "-999"):
-        assert (
-            call("schema", path, "--target", "died", "--out", tmp_path / "s.toml", *option)[0] == 0
-        )
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"v": 1}\n{"v": "x"}', "Column(/v) changed from number to string in row 1"),
+        ('{"v": 1, "v": 2}', "twice"),
+        ('{"v": 1}\n[1]', "row 1"),
+        ('{"v": 1', "row 0"),
+    ],
+)
+def test_a_broken_json_file_is_one_line(tmp_path, text, fault):
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        read_table(path, spec())
+    assert fault in str(error.value)
+    assert "\n" not in str(error.value)

@@ -29,6 +29,8 @@ MAX_NUMBER = 1e15
 """Maximum magnitude of a number, so that sums of squares are finite."""
 MAX_WORD = 1000
 """Maximum number of characters in a category or a class."""
+MIN_ROWS = 10
+"""Minimum number of rows needed to conclude that a column only counts the rows."""
 MIN_IDENTIFIERS = 50
 """Minimum number of rows needed to conclude that a column may identify persons or rows."""
 NOTATION = ("missing", "decimal", "thousands", "format")
@@ -298,8 +300,8 @@ def infer_column(name: str, table: Table) -> Column:
     A column in which pandas parses every value is a number. If all values are ISO 8601 dates, it is
     a date. With at most `MAX_CATEGORIES` words, it is a category, unless a word is a number or more
     than half of the words contain a digit: nothing becomes a category that could be a number in
-    another notation. A column without a name that counts the rows is ignored. All other columns get
-    the type "?".
+    another notation. A column that counts the rows is ignored if it has no name. All other columns
+    get the type "?".
     """
     column = Column(name=name, type="?")
     if name in table.unusable:
@@ -311,8 +313,10 @@ def infer_column(name: str, table: Table) -> Column:
         typed = column.model_copy(update={"type": kind})
         numbers = typed.numbers(values)
         if words and not np.isnan(numbers[present]).any():
-            counts = name.startswith(UNNAMED) and _counts_rows(numbers[values.codes], table)
-            return typed.model_copy(update={"type": "ignore"}) if counts else typed
+            if not _counts_rows(numbers[values.codes], table):
+                return typed
+            unnamed = UNNAMED.fullmatch(name)
+            return column.model_copy(update={"type": "ignore"}) if unnamed else column
     with_digits = sum(any(map(str.isdigit, word)) for word in words)
     is_category = (
         0 < len(words) <= MAX_CATEGORIES
@@ -324,6 +328,9 @@ def infer_column(name: str, table: Table) -> Column:
 
 
 def _counts_rows(rows: Numbers, table: Table) -> bool:
+    """Return whether a column counts the rows of each file, in ascending order."""
+    if len(rows) < MIN_ROWS:
+        return False
     start = 0
     for _, count in table.files:
         part, start = rows[start : start + count], start + count
@@ -358,6 +365,8 @@ def suggest(name: str, table: Table) -> tuple[str, list[dict[str, Any]]]:
         return table.unusable.get(name, "no values"), [{"type": "ignore"}]
     examples = ", ".join(repr(text[:40]) for text in present[:3])
     given = Values.from_texts(present)
+    if _counts_rows(Column(name=name, type="number").numbers(values)[values.codes], table):
+        return f"{examples}, which count the rows", [{"type": "ignore"}, {"type": "number"}]
     unit = re.search(r"[^\d\s.,]+$", present[0])
     tried = (*_EXAMPLES, *([{"type": "number", "unit": unit[0]}] if unit else []))
     fits = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,12 +29,14 @@ TEXT_ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", "
 """File name extensions of text files."""
 ENDINGS = (*TEXT_ENDINGS, ".parquet")
 """File name extensions of row files."""
-UNNAMED = "Unnamed: "
-"""Prefix of the names of columns without a name, as in pandas."""
+UNNAMED = re.compile(r"Unnamed: \d+|__index_level_\d+__")
+"""Pattern for the names of columns without a name, as in pandas and in its Parquet files."""
 _SEPARATORS = ",;\t|"
 """Possible separators of CSV files. The separator is the most frequent one in the header."""
 _BLOCK_BYTES = 2**24
 """Maximum size of a row in a text file, in bytes."""
+_HEADER_BYTES = 2**20
+"""Maximum size of the header of a text file, in bytes."""
 _BATCH_ROWS = 2**14
 _REFERENCE = 8
 MISSING = frozenset(
@@ -225,7 +228,7 @@ def read_table(path: Path, spec: DataSpec, size: int = 0, *, texts: Sequence[str
             check_max_bytes(size, spec, path)
     if not sum(map(len, columns[0].codes if columns else ())):
         raise DataError(f"{path}: no rows found")
-    names = [each or f"{UNNAMED}{place}" for place, each in enumerate(map(str.strip, names))]
+    names = [each or f"Unnamed: {place}" for place, each in enumerate(map(str.strip, names))]
     for each, count in Counter(names).items():
         if count > 1:
             raise DataError(f"{path}: duplicate column {each!r}")
@@ -311,7 +314,7 @@ def _csv(
     from pyarrow import csv as arrow_csv
 
     with _open(path) as file:
-        start = file.read(_BLOCK_BYTES)
+        start = file.read(_HEADER_BYTES)
     head = start.decode("utf-8-sig", "ignore").splitlines(keepends=True) or [""]
     separator = "\t" if is_tsv else max(_SEPARATORS, key=head[0].count)
     quoted = csv.reader(head, delimiter=separator)

@@ -6,12 +6,12 @@ columns of an unclear type are an error that names the command to write a schema
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import tomli_w
 
 from fedhet.base.errors import DataError, one_line
 from fedhet.data.columns import infer_column, may_identify, suggest
@@ -95,7 +95,10 @@ def comments(table: Table, names: Iterable[str]) -> dict[str, str]:
     lines = {}
     for name in names:
         examples, fits = suggest(name, table)
-        types = " or ".join(tomli_w.dumps(each).strip().replace("\n", ", ") for each in fits)
+        types = " or ".join(
+            ", ".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in each.items())
+            for each in fits
+        )
         lines[name] = one_line(f"{name!r} has the values {examples}. For example: {types}")
     return lines
 
@@ -110,7 +113,10 @@ def declare(table: Table, spec: DataSpec, declared: TableSchema | None = None) -
             f"{table.path}: data.target must name the label column, one of "
             f"{', '.join(table.columns)}"
         )
-    excluded = {*target_names(table.columns, spec.target), spec.by.strip(), *spec.exclude}
+    targets = target_names(table.columns, spec.target)
+    for name in targets:
+        table.column(name, lists=True)
+    excluded = {*targets, spec.by.strip(), *spec.exclude}
     for name in spec.exclude:
         if name not in table.columns:
             raise missing_column_error(table.path, name, table.columns, " (data.exclude)")

@@ -61,9 +61,12 @@ def infer_targets(
     task = find_task(declared.task if declared else spec.task)
     names = target_names(table.columns, spec.target)
     if task.targets == "class":
-        classes = find_classes(
-            table.column(spec.target).texts, f"{table.path}: column {spec.target!r}", spec.task
-        )
+        values = table.column(spec.target)
+        for place, text in enumerate(values.texts):
+            if text in MISSING:
+                raise table.error(spec.target, values.first_row(place), _MISSING_LABEL)
+        where = f"{table.path}: column {spec.target!r}"
+        classes = find_classes(values.texts, where, spec.task)
         return TableSchema(target=spec.target, task=task.name, classes=classes)
     if task.targets == "labels":
         names = _label_names(table, spec, report)
@@ -78,7 +81,7 @@ def infer_targets(
         column = column or Column(name=name, type="number")
         values = table.column(name)
         absent = column.absent(values.texts)
-        if absent.any() and len(table.files) == 1:  # `read_targets` names one of several files.
+        if absent.any():
             raise table.error(name, values.first_row(int(absent.argmax())), _MISSING_TARGET)
         try:
             column = column.fit(table).model_copy(update={"optional": False})
@@ -91,6 +94,7 @@ def infer_targets(
 
 
 _MISSING_TARGET = "the target is missing. Remove the row."
+_MISSING_LABEL = "the label is missing. Remove the row."
 
 
 def read_targets(schema: TableSchema, table: Table) -> torch.Tensor:
@@ -115,7 +119,7 @@ def read_targets(schema: TableSchema, table: Table) -> torch.Tensor:
             first = int((places < 0).argmax())
             text = values.texts[first]
             fault = f"unknown class {text!r}{nearest(text, schema.classes)}"
-            fault = "the label is missing. Remove the row." if text in MISSING else fault
+            fault = _MISSING_LABEL if text in MISSING else fault
             raise table.error(schema.target, values.first_row(first), fault)
         return torch.from_numpy(places[values.codes])
     numbers = np.empty((len(table), len(schema.targets)))
