@@ -13,18 +13,17 @@ table = card["input"]
 
 
 def value(column, text):
-    numeric = column["kind"] != "category"
-    if {text, text.lower()} & {*table["missing"], *(table["missing_numbers"] if numeric else ())}:
+    if text in (*table["missing"], *column["missing"]):
         return np.nan
-    if column["written"] or column["unit"]:
-        raise NotImplementedError(f"{column['name']}: convert {text!r} here")
-    if column["kind"] == "date":
-        moment = datetime.fromisoformat(text)
+    if column["type"] == "date":
+        form = column["format"]
+        moment = datetime.strptime(text, form) if form else datetime.fromisoformat(text)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 86400
-    if numeric:
-        return float(text)
-    if text in column["categories"]:
-        return column["categories"].index(text)
+    if column["type"] == "number":
+        text = text.removeprefix(column["unit"]).removesuffix(column["unit"]).strip()
+        return float(text.replace(column["thousands"], "").replace(column["decimal"], "."))
+    if text in column["values"]:
+        return column["values"].index(text)
     print(f"{column['name']}: unknown category {text!r}")
     return -1
 

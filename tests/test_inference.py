@@ -484,7 +484,7 @@ def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, 
     assert ages.min() < stated["age"]["mean"] < ages.max()
     assert (gone.tolist(), f.tolist(), m.tolist()) == ([0, 1], [0, 0], [1, 0])
     assert columns["shape"] == ["N", features.shape[1]]
-    assert stated["sex"]["categories"] == ["f", "m"]
+    assert stated["sex"]["values"] == ["f", "m"]
     with safe_open(tmp_path / "m", "pt") as file:
         assert json.loads(file.metadata()["card"])["input"] == columns
     card = export(client, "pt2", tmp_path / "m.pt2").read_text()

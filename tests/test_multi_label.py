@@ -24,12 +24,12 @@ from fedhet.algorithms.distillation import (
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.metrics import Predictions, measure, metric_of
 from fedhet.config.resolve import resolve
-from fedhet.data.cells import read_table
+from fedhet.data.rows import read_table
+from fedhet.data.schemas import read_schema
 from fedhet.data.site import site_data
 from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.store import RunData
-from fedhet.data.tables import infer_schema, labeled_split, read_schema
-from fedhet.tasks import MultiLabel, task_of
+from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export
@@ -40,6 +40,7 @@ from fedhet.models import evaluate_model
 from fedhet.privacy import sgd
 from fedhet.report import comparison, tables
 from fedhet.report.run import load_run
+from fedhet.tasks import MultiLabel, task_of
 
 TASK, LABELS = MultiLabel(), ("heart", "lung", "bone")
 METHODS = (
@@ -151,9 +152,9 @@ def test_classes_may_contain_semicolons(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "target", "fault"),
     [
-        ("1,0\n2,2\n3,1", "p,q", r"line 3, column 'p': expected 0, 1, or a missing value, got '2'"),
-        ("a;b,1\n[a,1", "p", r"line 3, column 'p': expected labels such as a;b"),
-        ('"[[""a""]]",1\na,1', "p", r"line 2, column 'p': .*nested list"),
+        ("1,0\n2,2\n3,1", "p,q", r"row 2, column 'p': expected 0, 1, or a missing value, got '2'"),
+        ("a;b,1\n[a,1", "p", r"row 2, column 'p': expected labels such as a;b"),
+        ('"[[""a""]]",1\na,1', "p", r"row 1, column 'p': .*got a list"),
         ("0,1\n1,1\n1,0", "p", r"expected lists of labels, got only 0 and 1"),
         ("0,1\n1,1\n1,0", "p,p", r"different labels, got 2 \(1 different\)"),
         ("0,1\n1,1\n1,0", "p,z", r"column 'z'"),
@@ -171,11 +172,14 @@ def test_an_invalid_target_has_one_error(tmp_path, rows, target, fault):
 def test_a_marker_of_missing_labels_is_declared(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("p,q,x\n1,-1,0.5\n0,1,0.7\n")
-    with pytest.raises(DataError, match=r"add it to data\.missing"):
-        infer_schema(read_table(path, spec("p,q")), spec("p,q"))
-    marked = spec("p,q", missing=("-1",))
-    cells = read_table(path, marked)
-    labels = labeled_split(infer_schema(cells, marked), cells).y
+    table = read_table(path, spec("p,q"))
+    with pytest.raises(DataError, match=r"row 1, column 'q': .* got '-1'"):
+        infer_schema(table, spec("p,q"))
+    (tmp_path / "schema.toml").write_text(
+        'target = "p,q"\ntask = "multi-label"\nmissing = ["-1"]\n[columns.x]\ntype = "number"\n'
+    )
+    declared = read_schema(tmp_path / "schema.toml")
+    labels = labeled_split(infer_schema(table, spec("p,q"), declared=declared), table).y
     np.testing.assert_array_equal(labels, np.float32([[1, math.nan], [0, 1]]))
 
 
@@ -184,7 +188,7 @@ def test_a_site_reads_labels_with_the_schema_of_all_sites(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "schema.toml").write_text(every.to_toml())
-    (site / "train.csv").write_text("x,found\n" + "0.1,lung\n0.2,Heart;lung\n" * 20)
+    (site / "train.csv").write_text("x,found\n" + "0.1,lung\n0.2,heart;lung\n" * 20)
     data = site_data(str(site), spec=spec("found"), classes=3, name="a")
     assert data.classes == ("bone", "heart", "lung")
     assert not data.train.y[:, 0].any()
@@ -302,7 +306,7 @@ def test_lists_with_another_separator_are_refused(tmp_path, task):
     path.write_text("a,found\n" + "".join(f"{k},{pair}\n" for k, pair in enumerate(pairs)))
     wrong = spec("found").replace(task=task)
     rule = "expected one class in each row" if task == "auto" else "must be separated by ';'"
-    with pytest.raises(DataError, match=rf"a\.csv: target column 'found': .*{rule}.*heart"):
+    with pytest.raises(DataError, match=rf"a\.csv: .*column 'found': .*{rule}.*heart"):
         infer_schema(read_table(path, wrong), wrong)
 
 

@@ -14,9 +14,9 @@ from sklearn.svm import SVR
 from fedhet.algorithms.distillation import SelectionByError, fuse
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.tasks import Regression
 from fedhet.inference.client import open_client
 from fedhet.models import build_any
+from fedhet.tasks import Regression
 
 METHODS = ("fedmd", "ds-fl", "fedgems")
 SPLINES = SplineTransformer(n_knots=4, include_bias=False)

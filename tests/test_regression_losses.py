@@ -29,11 +29,10 @@ from fedhet.base.seeding import derive
 from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients
 from fedhet.config.resolve import check, resolve
-from fedhet.data.cells import read_table
+from fedhet.data.rows import read_table
 from fedhet.data.spec import DataSpec, Split
 from fedhet.data.store import RunData, order_of, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema
-from fedhet.tasks import Regression, stored_task, task_of
 from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export
@@ -41,6 +40,7 @@ from fedhet.learning.devices import CPU
 from fedhet.methods.registry import all_methods
 from fedhet.models import RefittedRegressor, evaluate_model
 from fedhet.runs.measures import read_measures
+from fedhet.tasks import Regression, stored_task, task_of
 
 LEVELS = (0.05, 0.3, 0.55, 0.9)
 LOSSES = {

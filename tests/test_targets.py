@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import resolve
+from fedhet.data.schemas import read_schema
 from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import Dataset, DataSpec, Split
 from fedhet.data.store import RunData, order_of
-from fedhet.data.tables import read_schema
-from fedhet.tasks import Regression
 from fedhet.inference.client import open_client, read_inputs
+from fedhet.tasks import Regression
 
 COUNT = 36
 SMALL = {
@@ -47,13 +47,13 @@ def pulses(count=COUNT, seed=0):
 
 
 def plant_images(root, count=COUNT, seed=0, extra=()):
-    """Write images and labels.csv with a target in mm and an owner, and return the targets."""
+    """Write images and labels.csv with a target and an owner, and return the targets."""
     root.mkdir(parents=True, exist_ok=True)
     x, y = disks(count, seed)
     lines = ["site,file,size"]
     for number, (pixels, size) in enumerate(zip(x, y, strict=True)):
         Image.fromarray(pixels).save(root / f"{number:02}.png")
-        lines.append(f"{'abc'[number % 3]},{number:02}.png,{size} mm")
+        lines.append(f"{'abc'[number % 3]},{number:02}.png,{size}")
     (root / "labels.csv").write_text("\n".join([*lines, *extra]) + "\n")
     return y
 
@@ -92,7 +92,6 @@ def test_a_label_table_has_the_targets_of_images(tmp_path):
     check_scale(data.dataset, y, test)
     np.testing.assert_array_equal(data.dataset.train.x[:, 0].numpy(), disks()[0])
     assert (data.dataset.classes, data.dataset.kind) == (("size",), "image")
-    assert data.dataset.schema.targets[0].unit == "mm"
     data.validate()
     scales = [data.client(k).task for k in range(3)]
     assert scales == [data.dataset.task] * 3
@@ -158,17 +157,17 @@ def test_class_directories_name_the_classes_unless_a_target_is_set(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("04.png", "44.png", r"labels.csv: line 6, column 'file': '44.png' not found"),
-        ("04.png", "../04.png", r"line 6, column 'file': '../04.png' not found"),
-        ("04.png", "05.png", r"line 7, column 'file': '05.png' is already in line 6"),
+        ("04.png", "44.png", r"labels.csv: row 5, column 'file': '44.png' not found"),
+        ("04.png", "../04.png", r"row 5, column 'file': '../04.png' not found"),
+        ("04.png", "05.png", r"row 6, column 'file': '05.png' is already in row 5"),
         ("b,04.png,", "#", r"got none for '04.png'. Add the row"),
-        ("04.png,{}", "04.png,", r"line 6, column 'size': the target is missing"),
-        ("04.png,{}", "04.png,nan", r"line 6, column 'size': the target is missing"),
-        ("04.png,{}", "04.png,inf", r"line 6, column 'size': 'inf' is not a number"),
-        ("04.png,{}", "04.png,1e300", r"line 6, column 'size': '1e300' is not a number"),
-        ("04.png,{}", "04.png,large", r"line 6, column 'size': 'large' is not a number"),
-        ("04.png,{}", '04.png,"3,5 mm"', r"line 6, column 'size': '3,5 mm' is not a number"),
-        ("04.png,{}", "04.png,3.5 cm", r"line 6, column 'size': '3.5 cm' is not a number"),
+        ("04.png,{}", "04.png,", r"row 5, column 'size': the target is missing"),
+        ("04.png,{}", "04.png,nan", r"row 5, column 'size': the target is missing"),
+        ("04.png,{}", "04.png,inf", r"row 5, column 'size': 'inf' is not a number"),
+        ("04.png,{}", "04.png,1e300", r"row 5, column 'size': '1e300' is not a number"),
+        ("04.png,{}", "04.png,large", r"row 5, column 'size': 'large' is not a number"),
+        ("04.png,{}", '04.png,"3,5 mm"', r"row 5, column 'size': '3,5 mm' is not a number"),
+        ("04.png,{}", "04.png,3.5 cm", r"row 5, column 'size': '3.5 cm' is not a number"),
         ("file,size", "name,size", r"column 'file' not found, got 'site', 'name', 'size'"),
         ("file,size", "file,length", r"column 'size' not found"),
     ],
@@ -180,7 +179,7 @@ def test_a_bad_row_of_a_label_table_is_named(tmp_path, old, new, fault):
     if new == "#":
         text = "\n".join(line for line in text.splitlines() if "04.png" not in line)
     else:
-        old = old.format(f"{y[4]} mm")
+        old = old.format(f"{y[4]}")
         assert old in text
         text = text.replace(old, new)
     path.write_text(text)
@@ -255,7 +254,7 @@ def test_texts_have_numeric_targets(tmp_path):
     as_classes = RunData(spec(f"text:{tmp_path}", label_column="days", task="auto")).dataset
     assert torch.equal(as_classes.train.x, data.dataset.train.x)
     (tmp_path / "train.csv").write_text("\n".join([*lines, " ,1,a"]))
-    with pytest.raises(DataError, match="line 32, column 'text': the text is missing"):
+    with pytest.raises(DataError, match="row 31, column 'text': the text is missing"):
         _ = RunData(spec(f"text:{tmp_path}", target="days")).dataset
 
 
@@ -365,7 +364,6 @@ def test_each_kind_is_trained_and_predicted(kind, tmp_path):
     if kind == "image":
         _, x = read_inputs([tmp_path / "data" / "test"], client.record)
         np.testing.assert_allclose(client.predict(x).values, predicted.values, rtol=1e-4, atol=1e-4)
-        assert client.record.table.targets[0].unit == "mm"
     shown = CliRunner().invoke(
         app, ["partition", *[f"--set={k}={','.join(v) if isinstance(v, list) else v}"
                              for k, v in {**SMALL, **settings}.items() if k[:4] == "data"],
@@ -448,12 +446,12 @@ def test_a_site_may_list_its_classes_in_a_label_table(tmp_path):
 def test_arrays_have_the_unit_of_a_schema_in_another_notation(tmp_path):
     rows = [f'"{number},5 mm"' for number in range(12)]
     (tmp_path / "all.csv").write_text("\n".join(["size", *rows]))
-    call = ["schema", str(tmp_path / "all.csv"), "--target", "size", "--task", "regression"]
-    done = CliRunner().invoke(
-        app, [*call, "--targets-only", "--out", str(tmp_path / "schema.toml")]
+    (tmp_path / "schema.toml").write_text(
+        'target = "size"\ntask = "regression"\n'
+        '[targets.size]\ntype = "number"\ndecimal = ","\nunit = "mm"\n'
     )
+    done = CliRunner().invoke(app, ["schema", str(tmp_path / "all.csv"), "--targets-only"])
     assert done.exit_code == 0, done.output
-    assert read_schema(tmp_path / "schema.toml").targets[0].written == "1234,5"
     x, y = pulses(12)
     np.savez(tmp_path / "train.npz", x=x, y=y)
     data = site_data(str(tmp_path), spec=spec(sample_kind="signal"), classes=0, name="site-a")

@@ -41,12 +41,11 @@ from fedhet.algorithms.feature_models import matryoshka_losses
 from fedhet.base.errors import DataError, KnowledgeError, ModelError, SettingsError
 from fedhet.config.reference import tasks
 from fedhet.config.resolve import resolve
-from fedhet.data.cells import read_table
+from fedhet.data.rows import read_table
 from fedhet.data.site import Declaration
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, order_of
 from fedhet.data.tables import infer_schema
-from fedhet.tasks import Classification, Regression
 from fedhet.engines import simulate as simulation
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import optimization_for
@@ -54,6 +53,7 @@ from fedhet.methods.registry import all_methods, find_method
 from fedhet.models import build
 from fedhet.privacy import sgd
 from fedhet.settings.run import TrainingSettings
+from fedhet.tasks import Classification, Regression
 from fedhet.wire.contract import Sizes
 
 TASK = Regression()

@@ -256,7 +256,7 @@ def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
 
     If all texts are integers, 1, 01, and 1.0 are the same category. Otherwise, the categories are
     the texts, and it is a fault if two of them differ only in case, spaces, or the form of a
-    number, or abbreviate yes, no, true, or false, because they may be the same category.
+    number, or if there are several words for yes or no, because they may be the same category.
     """
     distinct = sorted({*texts})
     integers = [_integer(text) for text in distinct]
@@ -265,7 +265,6 @@ def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
     forms: dict[str, str] = {}
     for text in distinct:
         form = _integer(text) or " ".join(normalize("NFKC", text).casefold().split())
-        form = _LONG.get(form, form)
         if (other := forms.setdefault(form, text)) != text:
             return tuple(distinct), (
                 f"{other!r} and {text!r} may be the same category. Correct the file, or list all "
@@ -274,10 +273,13 @@ def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
         if len(text) > MAX_WORD:
             fault = f"a value must have at most {MAX_WORD} characters, got {len(text):,}"
             return tuple(distinct), fault
+    if len(forms) > 2 and forms.keys() <= _FLAGS:
+        fault = f"several words for yes or no: {', '.join(map(repr, distinct))}. Use one of each."
+        return tuple(distinct), fault
     return tuple(distinct), ""
 
 
-_LONG = {"y": "yes", "n": "no", "t": "true", "f": "false"}
+_FLAGS = frozenset({"yes", "y", "true", "t", "1", "no", "n", "false", "f", "0"})
 
 
 def find_words(texts: Iterable[str], known: Sequence[str]) -> npt.NDArray[np.int64]:

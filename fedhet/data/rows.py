@@ -35,8 +35,8 @@ _SEPARATORS = ",;\t|"
 """Possible separators of CSV files. The separator is the most frequent one in the header."""
 _BLOCK_BYTES = 2**24
 """Maximum size of a row in a text file, in bytes."""
-_HEADER_BYTES = 2**20
-"""Maximum size of the header of a text file, in bytes."""
+_CHUNK_BYTES = 2**20
+"""Number of bytes that are read at a time, and maximum size of the header of a text file."""
 _BATCH_ROWS = 2**14
 _REFERENCE = 8
 MISSING = frozenset(
@@ -119,9 +119,12 @@ class Table:
         Raises DataError if the column is missing or has unsupported values.
         """
         if name in self.unusable and not (lists and name in self.columns):
+            fix = "Convert the column, or add it to data.exclude."
+            if name == self.spec.target:
+                fix = "Set data.task to multi-label if the column lists the labels of each row."
             raise DataError(
                 f"{self.path}: column {one_line(name)!r}: expected numbers, dates, or words, got "
-                f"{self.unusable[name]}. Convert the column, or add it to data.exclude."
+                f"{self.unusable[name]}. {fix}"
             )
         if name not in self.columns:
             raise missing_column_error(self.path, name, self.columns)
@@ -149,7 +152,8 @@ class Table:
             if row < count:
                 break
             row -= count
-        return DataError(f"{path}: {self.noun} {row + 1}, column {one_line(column)!r}: {fault}")
+        number = row + 1 if self.noun == "row" else row  # Samples of arrays are counted from 0.
+        return DataError(f"{path}: {self.noun} {number}, column {one_line(column)!r}: {fault}")
 
     @classmethod
     def concatenate(cls, directory: Path, tables: Sequence[Table], spec: DataSpec) -> Table:
@@ -313,8 +317,9 @@ def _csv(
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
-    with _open(path) as file:
-        start = file.read(_HEADER_BYTES)
+    start = next(chunks := _chunks(path, spec), b"")
+    for _ in chunks:  # Check the size before a row is decoded.
+        pass
     head = start.decode("utf-8-sig", "ignore").splitlines(keepends=True) or [""]
     separator = "\t" if is_tsv else max(_SEPARATORS, key=head[0].count)
     quoted = csv.reader(head, delimiter=separator)
@@ -350,6 +355,9 @@ def _json_lines(path: Path, spec: DataSpec, texts: Sequence[str]) -> tuple[list[
         # Without a type, a text such as 2026-01-31 would become a date.
         arrow_json.ParseOptions(explicit_schema=pa.schema([(n, pa.string()) for n in texts])),
     )
+    # A column of texts that does not exist is empty.
+    empty = [name for name in texts if table[name].null_count == len(table)]
+    table = table.drop_columns(empty)
     return table.column_names, (batch.columns for batch in table.to_batches(_BATCH_ROWS))
 
 
@@ -386,9 +394,16 @@ def _open(path: Path) -> Any:
     return pa.input_stream(str(path), compression="gzip" if packed else None)
 
 
+def _chunks(path: Path, spec: DataSpec) -> Iterator[bytes]:
+    """Yield the content of a file. Raises DataError if it exceeds `data.max-bytes`."""
+    size = 0
+    with _open(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size += len(chunk)
+            check_max_bytes(size, spec, path)
+            yield chunk
+
+
 def read_bounded(path: Path, spec: DataSpec) -> bytes:
     """Read and decompress a file. Raises DataError if it exceeds `data.max-bytes`."""
-    with _open(path) as file:
-        content: bytes = file.read(spec.max_bytes + 1)
-    check_max_bytes(len(content), spec, path)
-    return content
+    return b"".join(_chunks(path, spec))

@@ -35,6 +35,8 @@ class TableSchema(BaseModel):
     """Classes or labels of the target; empty for numbers."""
     targets: tuple[Column, ...] = ()
     """Columns of numeric targets."""
+    missing: tuple[str, ...] = ()
+    """Markers of missing values in all columns, in addition to `fedhet.data.rows.MISSING`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = ()
@@ -83,7 +85,7 @@ class TableSchema(BaseModel):
         files.
         """
         other = {"task", "targets"} if self.task == CLASSIFICATION.name else set()
-        values = self.model_dump(mode="json", exclude={"max_unknown", *other})
+        values = self.model_dump(mode="json", exclude={"max_unknown", "missing", *other})
         for column in [*values["columns"], *values.get("targets", ())]:
             for name in NOTATION:
                 del column[name]
@@ -142,8 +144,17 @@ def read_schema(path: Path) -> TableSchema:
             f"{path}: type must not be '?', got it for {', '.join(map(repr, unclear))}. Replace it "
             "with number, date, category, or ignore."
         )
-    columns = tuple(column for column in schema.columns if column.type != "ignore")
-    return schema.model_copy(update={"columns": columns})
+
+    def complete(columns: tuple[Column, ...]) -> tuple[Column, ...]:
+        marks = schema.missing
+        return tuple(
+            column.model_copy(update={"missing": tuple(dict.fromkeys((*column.missing, *marks)))})
+            for column in columns
+            if column.type != "ignore"
+        )
+
+    update = {"columns": complete(schema.columns), "targets": complete(schema.targets)}
+    return schema.model_copy(update=update)
 
 
 def find_schema(path: Path) -> TableSchema | None:

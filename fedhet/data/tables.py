@@ -53,6 +53,7 @@ def infer_schema(
             the error's notes describe each of them.
     """
     columns = declare(table, spec, declared).columns
+    targets = infer_targets(table, spec, report, declared)
     if not draft and (unclear := [column.name for column in columns if column.type == "?"]):
         names = one_line(", ".join(map(repr, unclear)))
         count = "a column has" if len(unclear) == 1 else f"{len(unclear)} columns have"
@@ -64,7 +65,6 @@ def infer_schema(
         for comment in comments(table, unclear).values():
             error.add_note(comment)
         raise error
-    targets = infer_targets(table, spec, report, declared)
     fitted = []
     for column in columns:
         if column.type in ("ignore", "?"):

@@ -69,12 +69,13 @@ def infer_targets(
         classes = find_classes(values.texts, where, spec.task)
         return TableSchema(target=spec.target, task=task.name, classes=classes)
     if task.targets == "labels":
-        names = _label_names(table, spec, report)
-        counted = _read_labels(table, names, spec.target)
+        marks = declared.missing if declared else ()
+        names = _label_names(table, spec, marks, report)
+        counted = _read_labels(table, names, spec.target, marks)
         for place, name in enumerate(names):
             present = counted[~np.isnan(counted[:, place]), place]
             report(f"{name}: label, {int(present.sum())} of {len(present)} rows")
-        return TableSchema(target=spec.target, task=task.name, classes=names)
+        return TableSchema(target=spec.target, task=task.name, classes=names, missing=marks)
     targets = []
     for name in names:
         column = next((c for c in declared.targets if c.name == name), None) if declared else None
@@ -111,7 +112,8 @@ def read_targets(schema: TableSchema, table: Table) -> torch.Tensor:
 
     task = schema.task_object
     if task.targets == "labels":
-        return torch.from_numpy(_read_labels(table, schema.classes, schema.target))
+        labels = _read_labels(table, schema.classes, schema.target, schema.missing)
+        return torch.from_numpy(labels)
     if task.targets == "class":
         values = table.column(schema.target)
         places = find_words(values.texts, schema.classes)
@@ -194,13 +196,15 @@ def are_lists(texts: Sequence[str], mark: str) -> bool:
     return len(parts) < len(texts) and any(mark in text for text in texts)
 
 
-def _label_names(table: Table, spec: DataSpec, report: Callable[[str], object]) -> tuple[str, ...]:
+def _label_names(
+    table: Table, spec: DataSpec, marks: Sequence[str], report: Callable[[str], object]
+) -> tuple[str, ...]:
     """Return the labels: the target columns, or the sorted labels in the lists of one column."""
     names = target_names(table.columns, spec.target)
     where = f"{table.path}: data.target = {spec.target!r}"
     if len(names) == 1:
         values = table.column(spec.target, lists=True)
-        lists = _label_lists(table, spec.target, values)
+        lists = _label_lists(table, spec.target, values, marks)
         names, fault = find_categories(word for row in lists for word in row or ())
         if fault:
             raise DataError(f"{where}: {fault}")
@@ -220,7 +224,9 @@ def _label_names(table: Table, spec: DataSpec, report: Callable[[str], object]) 
     return names
 
 
-def _read_labels(table: Table, labels: Sequence[str], target: str) -> npt.NDArray[np.float32]:
+def _read_labels(
+    table: Table, labels: Sequence[str], target: str, marks: Sequence[str]
+) -> npt.NDArray[np.float32]:
     """Return the labels [N, L]: 1, 0, or NaN if the label is missing."""
     check_max_bytes(_FLOAT * len(table) * len(labels), table.spec, table.path)
     targets = np.full((len(table), len(labels)), np.nan, np.float32)
@@ -231,15 +237,18 @@ def _read_labels(table: Table, labels: Sequence[str], target: str) -> npt.NDArra
             flags = np.full(len(values.texts), np.nan, np.float32)
             for number, text in enumerate(values.texts):
                 flag = FLAGS.get(text.lower())
-                if flag is None and text not in MISSING:
-                    fault = f"expected 0, 1, or a missing value, got {text!r}"
+                if flag is None and text not in MISSING and text not in marks:
+                    fault = (
+                        f"expected 0, 1, or a missing value, got {text!r}. If the value means that "
+                        "the label is missing, add it to missing in a schema (`fedhet schema`)."
+                    )
                     raise table.error(name, values.first_row(number), fault)
                 flags[number] = np.nan if flag is None else flag
             targets[:, place] = flags[values.codes]
         return targets
     values = table.column(target, lists=True)
     rows = np.full((len(values.texts), len(labels)), np.nan, np.float32)
-    for number, row in enumerate(_label_lists(table, target, values)):
+    for number, row in enumerate(_label_lists(table, target, values, marks)):
         if row is None:
             continue
         rows[number] = 0
@@ -252,7 +261,9 @@ def _read_labels(table: Table, labels: Sequence[str], target: str) -> npt.NDArra
     return rows[values.codes]
 
 
-def _label_lists(table: Table, column: str, values: Values) -> list[list[str] | None]:
+def _label_lists(
+    table: Table, column: str, values: Values, marks: Sequence[str]
+) -> list[list[str] | None]:
     """Return the labels in each distinct text of a column, or None if the value is missing.
 
     A list has the form `a;b` or `["a", "b"]`. Raises DataError if a value is invalid.
@@ -267,7 +278,7 @@ def _label_lists(table: Table, column: str, values: Values) -> list[list[str] | 
     lists: list[list[str] | None] = []
     for number, text in enumerate(values.texts):
         try:
-            if text in MISSING:
+            if text in MISSING or text in marks:
                 lists.append(None)
             elif text.startswith("["):
                 labels = [label_text(each) for each in parse_json(text)]

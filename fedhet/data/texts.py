@@ -30,12 +30,13 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason
 from fedhet.data.class_folders import Files
-from fedhet.data.rows import Table, read_bounded, read_table
+from fedhet.data.columns import find_categories
+from fedhet.data.rows import MISSING, Table, read_bounded, read_table
 from fedhet.data.schemas import TableSchema, find_schema
 from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, reading
-from fedhet.data.targets import find_classes, infer_targets, read_targets
+from fedhet.data.targets import infer_targets, read_targets
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
-from fedhet.tasks import AUTO, Classification, find_task
+from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
@@ -264,12 +265,12 @@ def read_texts(
     spec, columns = spec.replace(target=target), tuple(spec.text_column)
     rows = read_table(train, spec, texts=columns)
     declared = schema or find_schema(train)
-    if find_task(spec.task) is Classification and not names:
-        where = f"{train}: column {target!r}"
-        limit = AUTO if spec.task == AUTO and not classes else Classification.name
-        found = find_classes(rows.column(target).texts, where, limit)
-        numbers = tuple(map(str, range(classes)))
-        names = numbers if {*found} <= {*numbers} else found
+    for name in columns:
+        rows.column(name)
+    if find_task(spec.task) is Classification and classes and not names:
+        words = [text for text in rows.column(target).texts if text not in MISSING]
+        names, numbers = find_categories(words)[0], tuple(map(str, range(classes)))
+        names = numbers if {*names} <= {*numbers} else names
     if names and schema is None:
         schema = TableSchema(target=target, classes=tuple(names))
     schema = schema or infer_targets(rows, spec, declared=declared)

@@ -249,7 +249,7 @@ VALUES = {
 """Description of the encoding of table values as numbers, by the type of the column."""
 FEATURES = (
     "number, date: (value - mean) / deviation, or 0 if missing; category: one-hot over the "
-    "categories; a column with missing = true adds a feature that is 1 for a missing value and 0 "
+    "values; a column with optional = true adds a feature that is 1 for a missing value and 0 "
     "otherwise"
 )
 """Description of the conversion of table values to features."""
