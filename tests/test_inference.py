@@ -434,7 +434,7 @@ def patients(tmp_path_factory):
         ["33", "m", "2024-02-01T12:00", "1e3"],
         ["", "f", "20240105", "-2.5"],
         ["NULL", "x", "2024-01-31T23:00:00-05:00", "0"],
-        ["51.5", "NA", "-", "unknown"],
+        ["51.5", "NA", "", "NaN"],
     ]
     for name, content in (("all", [PATIENTS, *rows]), ("new", [PATIENTS[:4], *new])):
         with (root / f"{name}.csv").open("w", newline="") as file:

@@ -817,7 +817,11 @@ SCHEMA = """
 target = "label"
 classes = ["a", "b", "c"]
 max_unknown = 0.2
-columns = [{ name = "size", kind = "number", mean = 3.0, deviation = 2.0 }]
+[columns.size]
+type = "number"
+mean = 3.0
+deviation = 2.0
+optional = false
 """
 
 
