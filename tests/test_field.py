@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
-from fedhet.experiments.claims import MEASURED, pages
+from fedhet.experiments.claims import MEASURED
 from fedhet.experiments.field import (
     FieldRecord,
     collect,
@@ -34,6 +34,7 @@ from fedhet.experiments.plan import SIZES, plan_field, read_field
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.models import build
 from fedhet.report.tables import Cells
+from tools.results import pages
 
 METHODS = ("central", "local", "fedavg", "felo", "fedmd")
 CELLS = list(
@@ -429,7 +430,7 @@ def test_recommended_methods_are_better_than_local_beyond_the_noise(row):
 
 def test_generated_pages_are_in_step_with_the_record():
     for path, text in pages(DOCS.parent).items():
-        assert path.read_text() == text, f"{path}: run `python -m fedhet.experiments.claims`"
+        assert path.read_text() == text, f"{path}: run `make reference`"
 
 
 def test_a_table_of_equal_methods_recommends_none(tmp_path):

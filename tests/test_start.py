@@ -217,7 +217,7 @@ def test_the_program_ends_with_its_status_and_what_is_registered(word, status):
 
 
 def test_the_list_of_tables_is_counted_from_the_tables():
-    from fedhet.experiments.claims import tables_listed
+    from tools.results import tables_listed
 
     stored = json.loads((ROOT / "fedhet/experiments/list.json").read_text(encoding="utf-8"))
     assert stored == [list(row) for row in tables_listed()]  # if not: make reference

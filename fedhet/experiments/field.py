@@ -391,39 +391,6 @@ def _points(gain: Difference) -> str:
     return f"{gain.mean:+.1f} ± {gain.se:.1f}".replace("-", "\N{MINUS SIGN}")
 
 
-def page_parts(results: FieldResults, says: str) -> dict[str, str]:
-    """Return the generated parts of docs/methods.md and docs/tables/field.md.
-
-    `says` describes the data in one word.
-    """
-    plan = results.plan
-    source = (
-        f"(`{command_of(plan)}`, {results.finished} runs on {says}, "
-        f"{results.hardware}, {results.made}.)\n"
-    )
-    traffic = costs(results)
-    by_method = dict(zip([c.text for c in traffic.columns["method"]], traffic.rows, strict=True))
-    table = ranks(results, spread=True)
-    names = [cell.text for cell in table.columns["method"]]
-    shown = Cells(
-        {
-            **table.columns,
-            **{
-                title: [by_method[n][list(traffic.columns).index(title)] if n in by_method
-                        else Cell("") for n in names]
-                for title in ("bytes",)
-            },
-        }
-    )  # fmt: skip
-    return {
-        "methods.md": f"{markdown(recommendations(results))}\n{source}",
-        "tables/field.md": "\n".join(
-            [source, markdown(shown), f"{RANKS} ±: standard deviation of the ranks over cells.\n",
-             f"{DIFFERENCES}\n", markdown(differences(results))]
-        ),
-    }  # fmt: skip
-
-
 def collect(plan: FieldPlan) -> FieldResults:
     """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     rows: list[dict[str, Value]] = []
