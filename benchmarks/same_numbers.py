@@ -83,6 +83,16 @@ RUNS = {
     "lie": f"fedmd {TWO} --set fedmd.public-epochs=1 --set attack.kind=lie",
     "ofom": f"fedavg {ONE} --set attack.kind=ofom",
     "faults": f"felo {TWO} --rounds 4 --set pace.drop-outs=0.3 --set fraction=0.7",
+    # Late replies, and encoded messages.
+    "late": f"fedavg {ONE} --clients 6 --rounds 5 --set pace.clock=log-normal --set pace.spread=1 "
+    "--set pace.min-replies=0.5",
+    "late-classes": f"felo {TWO} --clients 6 --rounds 5 --set pace.clock=log-normal "
+    "--set pace.spread=1 --set pace.over-selection=0.5 --set fraction=0.5",
+    "asynchronous": f"fedkd {TWO} --clients 6 --rounds 6 --set pace.clock=log-normal "
+    "--set pace.spread=1 --set pace.mode=asynchronous --set pace.min-replies=2",
+    "encoded": f"fedavg {ONE} --clients 6 --rounds 5 --set pace.clock=log-normal "
+    "--set pace.spread=1 --set pace.mode=asynchronous --set pace.min-replies=2 "
+    "--set wire.encoding=int8",
     # Training and evaluation options.
     "semi": f"fedavg {ONE} --set training.semi=fixmatch --set training.semi-threshold=0.3",
     "assigned": f"felo {TWO} --set training.lr=0.01,0.001 --set training.batch-size=16,32",

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
 
-from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.node import read_node
@@ -22,6 +21,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE, TABLE, augmentation, changes
 from fedhet.learning.devices import CPU
+from fedhet.learning.schedule import Plateau, rate_factor
 from fedhet.learning.training import CrossEntropy, batches, optimization_for
 from fedhet.settings.run import TrainingSettings, training_of
 

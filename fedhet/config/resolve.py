@@ -14,8 +14,8 @@ from typing import Any
 import tomli_w
 
 from fedhet import models
-from fedhet.algorithms.robust import max_malicious
-from fedhet.algorithms.rounds import clients_per_round, closing, honest_majority
+from fedhet.algorithms.robust import max_malicious, min_replies
+from fedhet.algorithms.rounds import clients_per_round, clients_to_sample, replies_to_close
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.base.metrics import METRICS
@@ -281,7 +281,8 @@ def _check_against_malice(config: Config) -> None:
         raise invalid_setting("defense.average", average, expected, problem)
     if average != "mean":
         malicious, count, required = honest_majority(run)
-        closes = closing(run.pace, clients_per_round(run.clients, run.fraction), count).min_replies
+        needed = clients_per_round(run.clients, run.fraction)
+        closes = replies_to_close(run.pace.min_replies, needed, count)
         if malicious and closes < required:
             raise SettingsError(
                 f"setting 'pace.min-replies': because the fastest {malicious} of {count} clients "
@@ -301,6 +302,26 @@ def _check_against_malice(config: Config) -> None:
         able = ", ".join(n for n, each in all_methods()[0].items() if each.spec.late == "averaged")
         problem = f"unsupported by {run.method} (supported by {able})"
         raise invalid_setting("pace.mode", run.pace.mode, "synchronous", problem)
+
+
+def honest_majority(run: RunSettings) -> tuple[int, int, int]:
+    """Return a round's numbers of malicious clients, sampled clients, and required replies.
+
+    A round with robust aggregation must not close before the required replies have arrived, because
+    all malicious clients may reply before the honest clients. Without robust aggregation, the
+    numbers of malicious clients and required replies are 0 and 1.
+    """
+    defense, members = run.defense, run.clients
+    needed = clients_per_round(members, run.fraction)
+    count = min(clients_to_sample(needed, run.pace.over_selection), members)
+    if defense.average == "mean":
+        return 0, count, 1
+    # Unless clients are selected at random, malicious clients can influence the selection, so that
+    # all of them may be in the round.
+    among = count if run.pace.select == "random" else members
+    malicious = min(max_malicious(among, defense.malicious_fraction), count)
+    required = min(min_replies(defense.average, malicious), count) if malicious else 1
+    return malicious, count, required
 
 
 def _check_privacy(config: Config) -> None:

@@ -32,10 +32,9 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from fedhet.algorithms.rounds import (
     RECENT,
     Closing,
-    closing,
-    closing_of_evaluation,
-    honest_majority,
     is_hit,
+    median_duration,
+    replies_to_close,
 )
 from fedhet.base.errors import (
     FedhetError,
@@ -47,7 +46,7 @@ from fedhet.base.errors import (
     one_line,
 )
 from fedhet.base.seeding import numpy_rng
-from fedhet.config.resolve import Config
+from fedhet.config.resolve import Config, honest_majority
 from fedhet.data.store import RunData
 from fedhet.methods.registry import shipped_names
 from fedhet.runs.log import RunLog
@@ -70,6 +69,8 @@ SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
 MAX_BYTES = 64 * 2**20
 """Maximum size of a file with measured devices, in bytes."""
+MIN_GRACE = 10.0
+"""Minimum grace period of an evaluation, in seconds."""
 CALLS_PER_WORKER = 2
 """Concurrent calls per worker: one client trains, and the next client waits for the worker."""
 
@@ -174,6 +175,32 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     if not rows:
         raise SettingsError(f"{setting}: file must have at least one row")
     return rows
+
+
+def closing(
+    pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = (), least: int = 1
+) -> Closing:
+    """Return the closing rule of a training round.
+
+    Args:
+        pace: Settings in `[pace]`.
+        needed: Number of replies that the round needs.
+        awaited: Number of clients from which replies are expected.
+        durations: Durations of the previous rounds, in seconds.
+        least: Minimum number of replies if `pace.min-replies` results in a lower number.
+    """
+    number = replies_to_close(pace.min_replies, needed, awaited, least)
+    return Closing(number, pace.grace, pace.max_seconds(median_duration(durations)))
+
+
+def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
+    """Return the closing rule of an evaluation.
+
+    After enough replies have arrived, an evaluation continues for as long as these replies took,
+    but at least MIN_GRACE seconds, because a client that misses the evaluation is not called again.
+    """
+    rule = closing(pace, calls, calls, durations)
+    return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
 
 
 Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
