@@ -120,7 +120,7 @@ def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
     for number in (1, 2, 3):
         asked = server.ask(number)
         for proxy, ins in asked:
-            kept = server.strategy._codec.remembered(proxy.name, number)[0]
+            kept = server.strategy.state.calls.sent(proxy.name, number)[0]
             came = received(proxy, ins).tensors
             if kept is None:  # without weights, nothing builds on it
                 assert number == 1
@@ -173,7 +173,7 @@ def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp
 def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
     server = Server(encoded(), tmp_path)
     asked = server.ask(1)
-    server.strategy._codec.forget(asked[0][0].name, 1)
+    server.strategy.state.calls.close(asked[0][0].name, 1)
     answers = server.answers(asked)
     server.strategy.aggregate_fit(1, answers, [])
     failed = server.strategy.state.record.failed
@@ -214,7 +214,7 @@ def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
         answers = server.answers(asked)
         for proxy, result in answers:
             client, start = client_of(proxy), starts[proxy.name]
-            find = server.strategy._codec.bases_of(proxy.name)
+            find = server.strategy.state.calls.bases_of(proxy.name)
             reply = decode(parameters_to_ndarrays(result.parameters), "a", find)[1]
             for name, value in reply.group("weights").items():
                 place = proxy.name, name
