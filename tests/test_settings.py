@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fedhet.base.errors import SettingsError, nearest
 from fedhet.client_runtime.node import open_client, read_node
-from fedhet.config.resolve import Config, resolve, resolve_items
+from fedhet.config.resolve import Config, resolve, resolve_flower
 from fedhet.config.sources import (
     all_settings,
     defaults,
@@ -811,7 +811,7 @@ def test_the_same_settings_from_every_source(mine, values):
     assert resolve(parse_pairs(f"{k}={as_text(v)}" for k, v in values.items())) == config
     assert resolve(read_toml(mine)) == config
     assert {type(value) for value in flat.values()} <= {bool, int, float, str}
-    assert resolve_items(tuple(flat.items())) == config
+    assert resolve_flower(from_flower(flat)) == config
     for name, value in values.items():
         assert config.flat()[name] == value
 

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
+from federation import Server, client_of, permitted, small
 from flwr.common import parameters_to_ndarrays
 from rounds import reply_of
 
 from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.client_runtime.app import SiteClient, client_fn, permitted, within_limits, without_paths
+from fedhet.client_runtime.app import SiteClient, client_fn, within_limits, without_paths
 from fedhet.client_runtime.node import NodeSettings
+from fedhet.config.sources import from_flower
 from fedhet.methods.registry import find_method, shipped_names
 
 SENDS_CLASS_MEANS = [n for n in sorted(shipped_names()) if find_method(n).spec.privacy.vectors]
@@ -30,7 +31,7 @@ PARTITION = {"partition-id": 0, "num-partitions": 4}
 )
 def test_a_device_an_address_and_a_folder_are_no_imports(setting, value):
     run = {**SHIPPED, setting: value}
-    assert permitted(PARTITION, run) == run
+    assert permitted(PARTITION, run) == from_flower(run)
 
 
 @pytest.mark.parametrize("setting", ["data.label-column", "fedtype.proxy", "central.model"])

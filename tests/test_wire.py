@@ -28,7 +28,7 @@ def encoded(method="fedavg", encoding="int8", **changes):
 def received(proxy, ins):
     """Return a client's decoded instruction."""
     client = client_of(proxy)
-    return client.codec.read(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
+    return client.codec.decode_instruction(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
 
 
 def folders(server, what="received"):
@@ -244,7 +244,7 @@ def weights(seed, size=300):
 
 
 def encoder(encoding="int8"):
-    return InstructionEncoder(Coder.of(WireSettings(encoding=encoding), SENT, 0))
+    return InstructionEncoder(Coder.for_contract(WireSettings(encoding=encoding), SENT, 0))
 
 
 def decoded(parameters, base=None):
@@ -319,7 +319,7 @@ def test_a_server_comes_back_with_what_its_clients_have():
 
 
 def test_plain_instructions_leave_no_trace():
-    plain = InstructionEncoder(Coder.of(small().run.wire, SENT, 0))
+    plain = InstructionEncoder(Coder.for_contract(small().run.wire, SENT, 0))
     plain.payload("a", plain.instruction(place(1), "train", weights(1), ["a"]))
     assert plain.state_dict() == plain.metadata() == plain.held == {}
 

@@ -289,7 +289,7 @@ class EpochMeans:
         self._count += samples
         self._sums += means.detach().float() * samples
 
-    def read(self) -> dict[str, float]:
+    def by_name(self) -> dict[str, float]:
         """Return the means by name, or an empty dictionary if no batch was added."""
         if not self._count:
             return {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import tomli_w
@@ -19,7 +18,7 @@ from fedhet.algorithms.rounds import clients_per_round, clients_to_sample, repli
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.base.metrics import METRICS
-from fedhet.config.sources import GivenSettings, from_flower, validate
+from fedhet.config.sources import GivenSettings, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
@@ -30,7 +29,7 @@ from fedhet.methods.registry import Method, all_methods
 from fedhet.privacy.sgd import check_supports_dp
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, invalid_setting, kebab, nest
+from fedhet.settings.schema import A_MODEL, MethodSettings, invalid_setting, kebab, nest
 from fedhet.settings.text import AUTO
 from fedhet.wire.contract import floating, poisonable
 from fedhet.wire.identity import ClientInfo
@@ -121,14 +120,8 @@ def resolve(values: Mapping[str, object]) -> Config:
 
 
 def resolve_flower(values: Mapping[str, object]) -> Config:
-    """Resolve Flower's run config. It contains every setting, so default values count as unset."""
-    return complete(replace(validate(from_flower(values)), explicit=frozenset()))
-
-
-@lru_cache(maxsize=8)
-def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
-    """Resolve the items of Flower's run config, with a cache for repeated calls."""
-    return resolve_flower(dict(items))
+    """Resolve settings from `from_flower`. Defaults count as unset, because no value is missing."""
+    return complete(replace(validate(values), explicit=frozenset()))
 
 
 def complete(given: GivenSettings, *, selects: bool = False) -> Config:

@@ -80,7 +80,7 @@ class Learner:
                 then unchanged.
         """
         before = copy.deepcopy(self.model.state_dict())
-        training, seed = self.run.training, self.run.seed
+        training, seed = self.run.training.first(), self.run.seed
         for_round = scheduled(training, round, self.run.rounds, self.plateau)
         optimizing = optimization_for(self.model.parameters(), for_round, self.compute)
         optimizing.load_state(self.model, self._optimizer_state)

@@ -136,8 +136,6 @@ class HetStrategy(Strategy):
     """Instruction for all clients, if the method sends the same instruction to every client."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
-        # If a training setting has several values for the clients, the server uses the first value.
-        config = config.replacing(training=config.run.training.first())
         self.run, self.settings, self.log = config.run, config.method_settings, log
         self.spec = config.method.spec  # The configured method may extend the subclass's method.
         self.data = data or RunData.of(config.run)
@@ -160,7 +158,9 @@ class HetStrategy(Strategy):
             self.state,
             self.run.metrics,
             max_age=pace.max_age,
-            encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
+            encoder=InstructionEncoder(
+                Coder.for_contract(self.run.wire, spec.instructions, self.run.seed)
+            ),
             per_target=self.task.outputs(1),
         )
         replies, self._unmasking = spec.replies, None
