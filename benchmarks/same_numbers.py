@@ -93,6 +93,11 @@ RUNS = {
     "encoded": f"fedavg {ONE} --clients 6 --rounds 5 --set pace.clock=log-normal "
     "--set pace.spread=1 --set pace.mode=asynchronous --set pace.min-replies=2 "
     "--set wire.encoding=int8",
+    # Privacy and secure aggregation.
+    "private": "felo --models mlp,cnn2-gn --set privacy.noise-multiplier=1",
+    "summed": f"fedavg {ONE} --set privacy.secure-aggregation=true",
+    "private-sums": "fedavg --models mlp --set privacy.noise-multiplier=1 "
+    "--set privacy.secure-aggregation=true",
     # Training and evaluation options.
     "semi": f"fedavg {ONE} --set training.semi=fixmatch --set training.semi-threshold=0.3",
     "assigned": f"felo {TWO} --set training.lr=0.01,0.001 --set training.batch-size=16,32",
@@ -109,13 +114,16 @@ UNEQUAL = {"seconds", "peak_memory_mb", "versions", "commit"}
 ENVELOPE = "payload/0"
 """Tensor of a stored late reply that contains the run's random name."""
 PROGRAM = """
-import json, sys
+import json, random, secrets, sys
 import fedhet.report
 from fedhet.cli import app
 for name in ("write_figures", "write_report"):
     assert hasattr(fedhet.report, name), name
     setattr(fedhet.report, name, lambda run: None)
 for words in json.load(sys.stdin):
+    draws = random.Random(0)  # The draws of noise and masks would differ between two runs.
+    secrets.token_bytes, secrets.randbelow = draws.randbytes, draws.randrange
+    secrets.token_hex = lambda size: draws.randbytes(size).hex()
     try:
         app(words, standalone_mode=False)
     except BaseException as error:

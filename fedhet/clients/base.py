@@ -42,7 +42,7 @@ from fedhet.client_runtime.samples import (
     write_record,
 )
 from fedhet.client_runtime.state import ClientCodec, ClientState, MessageClient
-from fedhet.client_runtime.steps import Exchange, Step, steps_of
+from fedhet.client_runtime.steps import Exchange, steps_of
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.kinds import KINDS
@@ -427,19 +427,21 @@ class HetClient(NumPyClient):
         evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:
             with self.state.offloading(), self.privacy.redacting_errors():
-                exchange = Exchange(*self.codec.decode_instruction(parameters, self.sizes), config)
-                run, round = exchange.envelope.run, exchange.envelope.round
-                steps, train_seconds = self._steps(), 0.0
+                envelope, instruction = self.codec.decode_instruction(parameters, self.sizes)
+                run, round, train_seconds = envelope.run, envelope.round, 0.0
+                if self.run.privacy.secure_aggregation and self.masking is None:
+                    raise MaskingError("node-config 'peers': not set, expected a peers file")
+                exchange = Exchange(envelope, instruction, config)
+                own = self.privacy, self.masking, self.info.model, self.codec, self.state
+                steps = steps_of(*own, self._save)
                 for step in steps:
                     step.receive(exchange)
                 if not exchange.arrays:  # Otherwise, the request was repeated.
                     with injected_faults(self.run, self.info.name, round):
-                        exchange.reply, train_seconds = self._train(
-                            run, round, exchange.instruction
-                        )
+                        exchange.reply, train_seconds = self._train(run, round, instruction)
                     for step in reversed(steps):
                         step.send(exchange)
-                scores, seconds = timed(self.privacy.evaluate, evaluate, exchange.instruction)
+                scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
                 self._keep_confusion(scores)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
                 measured = self.privacy.filter_measurements(measured)
@@ -488,14 +490,6 @@ class HetClient(NumPyClient):
         hidden = score is None or not math.isfinite(score.loss) or self.privacy.hides_scores
         loss = 0.0 if score is None or hidden else score.loss
         return loss, self.info.samples, dict(write_measures(measured))
-
-    def _steps(self) -> list[Step]:
-        """Return the steps between the instruction and training, in order."""
-        if self.run.privacy.secure_aggregation and self.masking is None:
-            raise MaskingError("node-config 'peers': not set, expected a peers file")
-        return steps_of(
-            self.privacy, self.masking, self.info.model, self.codec, self.state, self._save
-        )
 
     def _save(self, exchange: Exchange) -> None:
         """Save the state after a round and, once per run, the client's record."""
