@@ -114,16 +114,16 @@ UNEQUAL = {"seconds", "peak_memory_mb", "versions", "commit"}
 ENVELOPE = "payload/0"
 """Tensor of a stored late reply that contains the run's random name."""
 PROGRAM = """
-import json, random, secrets, sys
+import json, os, random, secrets, sys
 import fedhet.report
 from fedhet.cli import app
 for name in ("write_figures", "write_report"):
     assert hasattr(fedhet.report, name), name
     setattr(fedhet.report, name, lambda run: None)
 for words in json.load(sys.stdin):
-    draws = random.Random(0)  # The draws of noise and masks would differ between two runs.
+    draws = random.Random(0)  # Otherwise, noise and masks would differ between two runs.
     secrets.token_bytes, secrets.randbelow = draws.randbytes, draws.randrange
-    secrets.token_hex = lambda size: draws.randbytes(size).hex()
+    secrets.token_hex = lambda size: os.urandom(size).hex()  # names of temporary files
     try:
         app(words, standalone_mode=False)
     except BaseException as error:
