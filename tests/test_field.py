@@ -417,7 +417,9 @@ def test_recommended_methods_are_better_than_local_beyond_the_noise(row):
     found = {name: difference_of(name, protocol, pools) for name in sorted(candidates)}
     clear = {name: d for name, d in found.items() if d and d[0] > d[2]}
     first = sorted(clear, key=lambda name: -clear[name][0])[:3]
-    expected = [f"{n} {clear[n][0]:+.1f} ± {clear[n][1]:.1f}" for n in first]
+    place = RECORD["columns"].index(f"{protocol} model")
+    kinds = {run[0]: run[place] for run in RECORD["rows"]}
+    expected = [f"{n} {clear[n][0]:+.1f} ± {clear[n][1]:.1f} ({kinds[n]})" for n in first]
     assert text == (", ".join(expected) or "local (no method is clearly better)")
     assert better == f"{len(clear)} of {sum(d is not None for d in found.values())}"
     least = max((d[0] for d in clear.values()), default=0)

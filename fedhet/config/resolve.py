@@ -165,6 +165,10 @@ def complete(given: GivenSettings, *, selects: bool = False) -> Config:
         data["public_fraction"] = PUBLIC_FRACTION
     if (spec.needs_unlabeled or run.training.semi != "none") and not run.data.labeled_alpha:
         data["labeled_alpha"] = LABELED_ALPHA
+    for name in data:
+        if (setting := f"data.{kebab(name)}") in given.explicit:
+            problem = f"{run.method} needs {'public' if 'public' in name else 'unlabeled'} data"
+            raise invalid_setting(setting, 0, "a number above 0", problem)
     if run.data.validation_fraction == AUTO:
         # Clients with [privacy] send no scores on their own samples, so nothing could use them.
         selects = bool(selects or run.early_stopping or run.keep_best)

@@ -54,7 +54,7 @@ _SEPARATORS = ",;\t|"
 _NUM_SAMPLED = 20
 """Number of lines from which a CSV file's separator is detected."""
 _REFERENCE = 8
-_NO_OWNER = "values of the column data.by must not be missing"
+_NO_OWNER = "values of the column data.by must not be missing. Name the owner, or remove the row"
 NumberedRows = Iterator[tuple[int, Mapping[str, object]]]
 """Iterator over the rows of a file, each with the number of its first line in the file."""
 

@@ -343,8 +343,9 @@ def recommendations(results: FieldResults) -> Cells:
     """Build the table of the methods to try first, by situation and by test set.
 
     A row names the methods with the largest differences from local training whose confidence
-    intervals are above zero. It shows each difference with its standard error. A separate column
-    names methods with an even larger difference that is within noise, which more seeds may confirm.
+    intervals are above zero. It shows each difference with its standard error and the kind of the
+    model. A separate column names methods with an even larger difference that is within noise,
+    which more seeds may confirm.
     """
     rows = []
     for situation, protocol in product(SITUATIONS, PROTOCOLS):
@@ -354,7 +355,10 @@ def recommendations(results: FieldResults) -> Cells:
         measured = {name: d for name, d in each.items() if not math.isnan(d.mean)}
         better = [name for name in measured if measured[name].outcome() == "holds"]
         better.sort(key=lambda name: -measured[name].mean)
-        texts = [f"{name} {_points(measured[name])}" for name in better[:MAX_RECOMMENDED]]
+        kinds = results.runs.groupby("method")[f"{protocol} model"].first()
+        texts = [
+            f"{name} {_points(measured[name])} ({kinds[name]})" for name in better[:MAX_RECOMMENDED]
+        ]
         text = ", ".join(texts) or f"{BASELINE} (no method is clearly better)"
         least = max((measured[name].mean for name in better), default=0.0)
         unclear = [n for n in measured if measured[n].mean > least and n not in better]

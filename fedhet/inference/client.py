@@ -40,7 +40,7 @@ from fedhet.client_runtime.samples import (
 )
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
-from fedhet.data.cells import read_table
+from fedhet.data.cells import ENDINGS, read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.site import site_outputs
@@ -916,6 +916,11 @@ def read_inputs(
     bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
     if record.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
+        if tables := [path for path in texts if path.lower().endswith(ENDINGS)]:
+            raise DataError(
+                f"{tables[0]}: expected a file with one text, got a table. Save each text as a "
+                ".txt file, or pass the texts to `result.predict` in Python."
+            )
         return texts, TEXTS.read(texts, bounds, None)
     arrays = [path for path in paths if path.suffix == ".npz"]
     if (
