@@ -56,8 +56,8 @@ proto-check: install ## check that the generated code matches the .proto file
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
 reference: install ## generate the reference pages, method pages and Flower's run config from the code, and the claims from the tables
-	$(BIN)/python -m fedhet.config.reference
-	$(BIN)/python -m fedhet.experiments.claims
+	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.results
 	@touch $(STAMP)  # The run config in pyproject.toml does not affect the environment.
 
 # uv is a dependency of Flower. The image uses Linux and Python 3.11; amd64 and arm64 share the same pins.

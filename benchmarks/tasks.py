@@ -48,12 +48,12 @@ from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
 from fedhet.data.spec import Dataset, Split
-from fedhet.tasks import MultiLabel, Regression
 from fedhet.data.texts import VARIABLE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records
 from fedhet.runs.measures import shown_scores
 from fedhet.runs.records import Headline
+from fedhet.tasks import MultiLabel, Regression
 
 ROUNDS = 10
 IMAGES, TABLES = ("cnn2", "cnn3", "mlp"), ("mlp", "mlp2", "mlp3")

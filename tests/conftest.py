@@ -13,8 +13,10 @@ import torch
 # Before fedhet.cli reads it: a test runner's workers may set the width of a terminal.
 os.environ.pop("COLUMNS", None)
 
+from fedhet.algorithms import feature_models, local_models
 from fedhet.cli import main
 from fedhet.engines import connection
+from fedhet.learning import training
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
@@ -103,13 +105,14 @@ def steady_adam(monkeypatch):
     Adam divides by the square root of v. If a gradient is zero but for rounding, the default eps of
     1e-8 turns the rounding error, which differs between processors, into a step of up to `lr`.
     """
-    for name in ("Adam", "AdamW"):
-        plain = getattr(torch.optim, name)
+    for module in (torch.optim, training, feature_models, local_models):
+        for name in {"Adam", "AdamW"} & vars(module).keys():
+            plain = getattr(module, name)
 
-        def begin(self, *args, plain=plain, **options):
-            plain.__init__(self, *args, **{"eps": EPS, **options})
+            def begin(self, *args, plain=plain, **options):
+                plain.__init__(self, *args, **{"eps": EPS, **options})
 
-        monkeypatch.setattr(torch.optim, name, type(name, (plain,), {"__init__": begin}))
+            monkeypatch.setattr(module, name, type(name, (plain,), {"__init__": begin}))
     return EPS
 
 

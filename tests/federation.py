@@ -13,7 +13,8 @@ from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.client_runtime.node import open_client, read_node
+from fedhet.client_runtime import app
+from fedhet.client_runtime.node import NodeSettings, open_client, read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.secure import write_simulated
@@ -25,7 +26,7 @@ from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
 from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import kebab
+from fedhet.settings.schema import build, kebab
 from fedhet.strategies.base import HetStrategy
 from fedhet.wire.identity import client_name
 
@@ -40,6 +41,11 @@ SMALL = {
     "engine.backend": "inline",
     "engine.precision": "float32",  # as the references compute; `auto` is the machine's choice
 }
+
+
+def permitted(node: dict[str, object], run: dict[str, object]) -> dict[str, object]:
+    """Return the settings that a site reads from Flower's run config, if it permits them."""
+    return app.permitted(build(NodeSettings, node, prefix="node-config "), run)
 
 
 def each(names: Iterable[str]) -> list[object]:

@@ -7,12 +7,12 @@ import logging
 import pytest
 import torch
 from bases import WIDTH, make_bases
+from federation import permitted
 from torch import nn
 
 from fedhet import models
 from fedhet.algorithms.adapters import factors_of
 from fedhet.base.errors import DataError, ModelError
-from fedhet.client_runtime.app import permitted
 from fedhet.data.texts import VARIABLE
 from fedhet.models import adapted
 from fedhet.models.adapted import AdapterName, base_digest, rank_of, without_rank
@@ -301,7 +301,7 @@ def test_no_remote_code_is_run(home, tmp_path, monkeypatch):
 def test_a_site_imports_nothing_for_adapters():
     pool = "encoder-1-lora2:bert,encoder-1-lora8:bert"
     taken = permitted({"partition-id": 0}, {"method": "felo", "models.pool": pool})
-    assert taken["models.pool"] == pool
+    assert taken["models.pool"] == tuple(pool.split(","))
 
 
 def test_a_skeleton_takes_nothing_of_the_allowed_memory():

@@ -11,12 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from federation import SMALL, without_figures
+from federation import SMALL, permitted, without_figures
 from torch import nn
 
 import fedhet
 from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
-from fedhet.client_runtime.app import permitted
 from fedhet.clients.local import LocalClient
 from fedhet.data.sources import dataset_names, sample_kind
 from fedhet.inference import api

@@ -22,11 +22,11 @@ from fedhet.experiments.claims import (
     MEASURED,
     WORDS,
     claims_of,
-    pages,
     read_finished,
     verdict_of,
 )
 from fedhet.experiments.plan import paper_of, plan, read_table, table_names
+from tools.results import pages
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLES = MEASURED.parent / "tables"

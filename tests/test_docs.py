@@ -15,11 +15,11 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.cli import app
 from fedhet.client_runtime.node import NodeSettings
-from fedhet.config.reference import reference
-from fedhet.experiments.claims import pages
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import kebab
+from tools.reference import reference
+from tools.results import pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

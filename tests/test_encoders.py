@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from federation import permitted
 
 from fedhet import models
 from fedhet.base.errors import DataError, ModelError, SettingsError
-from fedhet.client_runtime.app import permitted
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
 from fedhet.data.texts import VARIABLE, encoder_directory
@@ -108,4 +108,4 @@ def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
 def test_a_site_imports_nothing_for_an_encoder():
     """The site reads only its own $FEDHET_ENCODERS."""
     taken = permitted({"partition-id": 0}, {"method": "felo", "models.pool": "encoder-2:tiny,mlp"})
-    assert taken["models.pool"] == "encoder-2:tiny,mlp"
+    assert taken["models.pool"] == ("encoder-2:tiny", "mlp")

@@ -640,3 +640,19 @@ def test_a_claiming_method_does_not_lend_its_claims_to_a_subclass_elsewhere(tmp_
     borrowed = find_method("lender.b").spec
     assert "lender.a.MyClient" in borrowed.privacy.unsupported
     assert "expected lender.b.MyClient" in borrowed.sums.unsupported
+
+
+@pytest.mark.parametrize("defined", [("state_dict",), ("load_state_dict",), ()])
+def test_a_strategy_saves_and_restores_its_state_or_has_none(defined, tmp_path, monkeypatch):
+    """A misspelled method would change the results of resumed runs."""
+    package = f"stateful{len(defined)}{len(''.join(defined))}"
+    (tmp_path / package).mkdir()
+    methods = "".join(f"    def {name}(self, *state):\n        return {{}}\n" for name in defined)
+    own = CLAIMING.replace("    spec = SPEC\n", f"    spec = SPEC\n{methods}")
+    (tmp_path / package / "mine.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if not defined:
+        assert find_method(f"{package}.mine").strategy.__name__ == "MyStrategy"
+        return
+    with pytest.raises(SettingsError, match=rf"MyStrategy in .*got only {defined[0]}"):
+        find_method(f"{package}.mine")

@@ -4,13 +4,12 @@ import time
 
 import numpy as np
 import pytest
-from federation import records, run, small, without_times
+from federation import permitted, records, run, small, without_times
 from test_permissions import PARTITION, SHIPPED
 
 from fedhet.algorithms.rounds import is_hit
 from fedhet.base.errors import SettingsError
 from fedhet.base.seeding import numpy_rng
-from fedhet.client_runtime.app import permitted
 from fedhet.client_runtime.local_training import injected_faults
 from fedhet.config.resolve import check_deployable
 

@@ -538,7 +538,7 @@ def opened(tmp_path, **changes):
 
 def client_by_the_paper(client, model, number, teacher, epsilon):
     """Lines 21 to 27: Eq. 6 on public samples with a teacher, and then private data."""
-    model, settings, name = copy.deepcopy(model).train(), client.run.training, client.info.name
+    model, settings, name = copy.deepcopy(model).train(), client.training, client.info.name
     adam = torch.optim.Adam(model.parameters(), lr=settings.lr)
 
     def epochs(x, y, teachers, use, count, weight):

@@ -40,11 +40,11 @@ def transcription(client, round, start, taught, alpha, feature=1.0, logit=1.0, n
     model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64)
     model.load_state_dict({name: torch.tensor(value) for name, value in start.items()})
     model.train()
-    adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
+    adam = torch.optim.Adam(model.parameters(), lr=client.training.lr)
     order = client.generator(round, "batches")
-    for _ in range(client.run.training.local_epochs):
+    for _ in range(client.training.local_epochs):
         seen = {}
-        for index in batches(len(client.y), client.run.training.batch_size, order):
+        for index in batches(len(client.y), client.training.batch_size, order):
             features, logits = model.features_and_logits(client.x[index])
             losses = []
             for s, p, y in zip(features, logits, client.y[index].tolist(), strict=True):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
-from fedhet.experiments.claims import MEASURED, pages
+from fedhet.experiments.claims import MEASURED
 from fedhet.experiments.field import (
     FieldRecord,
     collect,
@@ -34,6 +34,7 @@ from fedhet.experiments.plan import SIZES, plan_field, read_field
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.models import build
 from fedhet.report.tables import Cells
+from tools.results import pages
 
 METHODS = ("central", "local", "fedavg", "felo", "fedmd")
 CELLS = list(
@@ -416,7 +417,9 @@ def test_recommended_methods_are_better_than_local_beyond_the_noise(row):
     found = {name: difference_of(name, protocol, pools) for name in sorted(candidates)}
     clear = {name: d for name, d in found.items() if d and d[0] > d[2]}
     first = sorted(clear, key=lambda name: -clear[name][0])[:3]
-    expected = [f"{n} {clear[n][0]:+.1f} ± {clear[n][1]:.1f}" for n in first]
+    place = RECORD["columns"].index(f"{protocol} model")
+    kinds = {run[0]: run[place] for run in RECORD["rows"]}
+    expected = [f"{n} {clear[n][0]:+.1f} ± {clear[n][1]:.1f} ({kinds[n]})" for n in first]
     assert text == (", ".join(expected) or "local (no method is clearly better)")
     assert better == f"{len(clear)} of {sum(d is not None for d in found.values())}"
     least = max((d[0] for d in clear.values()), default=0)
@@ -429,7 +432,7 @@ def test_recommended_methods_are_better_than_local_beyond_the_noise(row):
 
 def test_generated_pages_are_in_step_with_the_record():
     for path, text in pages(DOCS.parent).items():
-        assert path.read_text() == text, f"{path}: run `python -m fedhet.experiments.claims`"
+        assert path.read_text() == text, f"{path}: run `make reference`"
 
 
 def test_a_table_of_equal_methods_recommends_none(tmp_path):

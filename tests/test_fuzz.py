@@ -431,7 +431,7 @@ def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeyp
     method, rng = find_method(name), random.Random(f"replies of {name}")
     state = RoundState(1, print)
     state.start(1)
-    coder = Coder.of(WireSettings(encoding="int8"), method.spec.instructions, 0)
+    coder = Coder.for_contract(WireSettings(encoding="int8"), method.spec.instructions, 0)
     exchange = Codec("run-1", method, 10**6, state, encoder=InstructionEncoder(coder))
     exchange.encode_all(1, {"a": Knowledge(base_of(method))})
     weights = [f.name for f in method.spec.replies.fields if isinstance(f, WeightsField)]

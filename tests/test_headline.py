@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedhet.base.errors import SettingsError
-from fedhet.config.reference import reference
 from fedhet.config.resolve import resolve
 from fedhet.inference import api
 from fedhet.inference.client import open_client
@@ -27,6 +26,7 @@ from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, selection_means
 from fedhet.runs.records import Headline, RoundRecord, Score
 from fedhet.tasks import CLASSIFICATION, MultiLabel, Regression
+from tools.reference import reference
 
 METHODS = sorted(shipped_names())
 NEEDS_PUBLIC = {name for name in METHODS if find_method(name).spec.needs_public}

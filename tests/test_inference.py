@@ -412,6 +412,7 @@ def test_a_file_for_bytes_scales_them_itself(trained, tmp_path):
     assert card["input"] == {
         "name": "x", "shape": ["N", 1, 8, 8], "type": "uint8", "scaling": "in the file",
         "axes": ["N", "channel", "row", "column"], "channels": ["gray"], "size": "8 x 8 pixels",
+        "values": "pixels of scikit-learn's digits (0 to 16) times 255 / 16",
     }  # fmt: skip
     assert np.allclose(probabilities_of("pt2", tmp_path / "m.pt2", pixels), wanted, atol=1e-6)
 
@@ -668,7 +669,7 @@ def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "signal"])
-def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
+def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path, monkeypatch):
     """Predict the common test set from its files: sentences, and arrays."""
     folder, directory = tmp_path / "data", tmp_path / "run"
     write_example(kind, folder)
@@ -695,6 +696,10 @@ def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
         names, read = read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record)
         assert [Path(name).name for name in names] == ["0.txt", "1.txt", "2.txt"]
         assert torch.equal(read, samples_for(found.record, x[:3]))
+        monkeypatch.chdir(tmp_path)
+        assert torch.equal(read_inputs([Path("0.txt")], found.record)[1], read[:1])
+        with pytest.raises(DataError, match=r"test\.csv: expected a file with one text"):
+            read_inputs([folder / "test.csv"], found.record)
         size = sum((tmp_path / f"{n}.txt").stat().st_size for n in range(3))
         with pytest.raises(DataError, match="bytes in memory"):
             read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record, max_bytes=size - 1)

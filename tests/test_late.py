@@ -25,7 +25,8 @@ from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import load_run
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import Checkpoints, ClientStore
-from fedhet.server.reply import LateReplies, Reply
+from fedhet.server.open_calls import LateReplies
+from fedhet.server.reply import Reply
 from fedhet.server.steps import steps_of
 from fedhet.wire.knowledge import Knowledge
 
@@ -416,14 +417,13 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
         assert not each["failed"]
 
 
-def test_what_was_not_sent_is_not_remembered(tmp_path):
-    config = small("fedavg", clients=4, models=["mlp"], min_replies=1.0)
+def test_what_was_not_sent_is_not_kept(tmp_path):
+    config = small("fedavg", clients=4, models=["mlp"], min_replies=2.0)
     server = Server(config, tmp_path / "run")
-    exchange = server.strategy._codec
-    exchange._remember_all = True
+    calls = server.strategy.state.calls
     server.ask(1)
-    exchange.cancel(1, {"client-1", "client-3"})
-    there = [name for name in sorted(server.strategy.members) if exchange.remembered(name, 1)[0]]
+    server.strategy._codec.cancel(1, {"client-1", "client-3"})
+    there = [name for name in sorted(server.strategy.members) if calls.sent(name, 1)[0]]
     assert there == ["client-0", "client-2"]
 
 
@@ -476,10 +476,10 @@ def test_a_late_reply_that_is_too_large_is_not_written_to_disk(tmp_path):
     strategy, info = server.strategy, server.strategy.members["client-1"].info
     large = Parameters([bytes(5_000_000)], "numpy.ndarray")
     result = FitRes(Status(Code.OK, ""), large, 0, {})
-    strategy._late.put("client-1", result, 1, None, 0)
+    strategy.state.calls._late.put("client-1", result, 1, None, 0)
     (path,) = (tmp_path / "run" / "late").iterdir()
     assert path.stat().st_size < 100_000
-    result, *_ = strategy._late.get("client-1")
+    result, *_ = strategy.state.calls._late.get("client-1")
     for spool in (True, False):
         stored = strategy._spool.put("client-1", result.parameters) if spool else result.parameters
         with pytest.raises(KnowledgeError, match=r"must be at most 0\.1 MB, got 5\.0 MB"):

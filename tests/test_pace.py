@@ -20,7 +20,6 @@ from fedhet.algorithms.rounds import (
     Closing,
     clients_per_round,
     clients_to_sample,
-    closing,
     median_duration,
     rebase,
     staleness_weight,
@@ -28,7 +27,7 @@ from fedhet.algorithms.rounds import (
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.config.resolve import resolve
 from fedhet.server.calls import Call, CallPool, NamedProxy
-from fedhet.server.pace import SimulatedClock, read_devices
+from fedhet.server.pace import SimulatedClock, closing, read_devices
 from fedhet.settings.engine import PaceSettings
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from fedhet.config import reference
-from fedhet.config.reference import differences, paper_settings
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import preset_names, read_preset, settings_of, validate
 from fedhet.methods.registry import find_method, shipped_names
+from tools import reference
+from tools.reference import differences, paper_settings
 
 OF_PAPERS = sorted(name for name in shipped_names() if find_method(name).spec.paper != "no paper")
 CLAIMED = {n: each["preset"] for n, each in paper_settings().items() if each.get("preset")}

@@ -4,10 +4,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from federation import permitted
 
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.client_runtime.app import client_fn, permitted
+from fedhet.client_runtime.app import client_fn
 from fedhet.config.resolve import resolve
+from fedhet.config.sources import from_flower
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
 
@@ -77,14 +79,14 @@ def test_a_site_with_a_model_of_its_own_does_not_import_the_pools(evil):
 def test_what_a_site_allows_is_imported(evil, allowed):
     node = {**PARTITION, "allow-models": allowed}
     taken = permitted(node, {**SHIPPED, "models.pool": "evil_module:f"})
-    assert taken["models.pool"] == "evil_module:f"
+    assert taken["models.pool"] == ("evil_module:f",)
     resolve(taken)
     assert evil.exists()
 
 
 def test_a_sites_own_model_needs_no_permission():
     taken = permitted({**PARTITION, "model": "evil_module:f"}, SHIPPED)
-    assert taken == {**SHIPPED, "models.pool": "evil_module:f"}
+    assert taken == from_flower({**SHIPPED, "models.pool": "evil_module:f"})
 
 
 @pytest.mark.parametrize(
@@ -123,13 +125,13 @@ def test_a_server_makes_a_site_read_nothing_but_its_data(setting, value, tmp_pat
 def test_a_site_reads_its_own_data_and_what_it_allows(tmp_path, monkeypatch):
     node = {"name": "site-a", "data": str(tmp_path / "data")}
     run = {**SHIPPED, "data.public-dataset": f"npz:{tmp_path}/data/public"}
-    assert permitted(node, run) == run
+    assert permitted(node, run) == from_flower(run)
     run["data.data-dir"] = str(tmp_path / "more" / "deeper")
     with pytest.raises(SettingsError):
         permitted(node, run)
-    assert permitted({**node, "allow-paths": f"/x, {tmp_path}/more"}, run) == run
+    assert permitted({**node, "allow-paths": f"/x, {tmp_path}/more"}, run) == from_flower(run)
     monkeypatch.setenv("FEDHET_ALLOW_PATHS", str(tmp_path))
-    assert permitted(node, run) == run
+    assert permitted(node, run) == from_flower(run)
 
 
 def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
@@ -137,7 +139,7 @@ def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
     node = {"name": "site-a", "data": str(tmp_path), "allow-paths": f"hf:a/b, {tmp_path}/hub"}
     for place in ("a/b", "a/b@part", f"{tmp_path}/hub@part"):
         run = {**SHIPPED, "data.public-dataset": f"hf:{place}"}
-        assert permitted(node, run) == run
+        assert permitted(node, run) == from_flower(run)
     (tmp_path / "a" / "c").mkdir(parents=True)
     for place in ("a/c", "a", "a/b/c", "b", f"{tmp_path}/../hub"):
         with pytest.raises(SettingsError, match="allow-paths"):
@@ -174,4 +176,4 @@ def test_what_is_no_path_and_no_import_needs_no_permission():
         {**SHIPPED, "method": "cofed", "cofed.credibility": "site-a=2,site-b=0.5"},
         {**SHIPPED, "data.superclasses": "0+1,2+3", "data.label-space": "6-8", "rounds": 3},
     ):
-        assert permitted(PARTITION, run) == run
+        assert permitted(PARTITION, run) == from_flower(run)

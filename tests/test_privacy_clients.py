@@ -15,7 +15,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from federation import SMALL, Server, client_of, fast, records, run, settings, without_times
+from federation import (
+    SMALL,
+    Server,
+    client_of,
+    fast,
+    permitted,
+    records,
+    run,
+    settings,
+    without_times,
+)
 from flwr.common import Context, RecordDict
 from interruption import Notices
 from opacus.grad_sample import GradSampleHooks
@@ -26,7 +36,7 @@ from fedhet import report
 from fedhet.algorithms.classwise import ClassSums
 from fedhet.base.errors import PrivacyError, SettingsError, StateError
 from fedhet.client_runtime import privacy as mechanisms
-from fedhet.client_runtime.app import client_fn, permitted, within_limits
+from fedhet.client_runtime.app import client_fn, within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.client_runtime.privacy import REDACTED
 from fedhet.config.resolve import check_trainable, resolve
@@ -518,7 +528,7 @@ def test_a_site_that_asks_for_privacy_refuses_a_run_without():
 )
 def test_a_budget_that_cannot_be_read_is_refused(text):
     with pytest.raises(SettingsError, match="such as 'epsilon=8 delta=1e-5'"):
-        Budget.read(text)
+        Budget.from_text(text)
 
 
 def test_a_delta_that_means_nothing_is_refused(tmp_path):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
 
-from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.node import read_node
@@ -22,6 +21,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE, TABLE, augmentation, changes
 from fedhet.learning.devices import CPU
+from fedhet.learning.schedule import Plateau, rate_factor
 from fedhet.learning.training import CrossEntropy, batches, optimization_for
 from fedhet.settings.run import TrainingSettings, training_of
 
@@ -162,7 +162,8 @@ def test_adamw_is_torchs():
         theirs.step()
     torch.testing.assert_close(model.weight, other.weight)
     adam = optimization_for(nn.Linear(3, 2).parameters(), TrainingSettings(), CPU).optimizer
-    assert type(adam) is torch.optim.Adam
+    assert isinstance(adam, torch.optim.Adam)
+    assert not isinstance(adam, torch.optim.AdamW)
 
 
 # --- augmentation ---------------------------------------------------------------------------
@@ -537,16 +538,16 @@ def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp
         local_epochs=[2, 1], batch_size=[16, 8],
     )  # fmt: skip
     server = Server(config, tmp_path / "by-hand")
-    assert server.strategy.run.training.lr == 0.5
+    assert server.strategy.run.training.lr == (0.5, 0.25)
     for (proxy, ins), kind, rate in zip(
         server.ask(1), (torch.optim.SGD, torch.optim.AdamW), (0.5, 0.25), strict=True
     ):
         client = client_of(proxy)
         proxy.fit(ins, None, 1)
         made = client.optimization(client.network.parameters()).optimizer
-        assert type(made) is kind
+        assert isinstance(made, kind)
         assert made.param_groups[0]["lr"] == rate
-        assert client.run.training == client.training
+        assert client.run.training == config.run.training
     summary = run(config, tmp_path / "run")
     assert summary["training"] == {
         "client-0": "sgd, lr 0.5, epochs 2, batch 16",

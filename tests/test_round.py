@@ -24,9 +24,10 @@ from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
 from fedhet.server import codec as exchanges
 from fedhet.server import round as rounds
-from fedhet.server.calls import ClientFailureError, NamedProxy, reasons
+from fedhet.server.calls import Call, CallOutcome, ClientFailureError, NamedProxy, reasons
 from fedhet.server.codec import Codec
 from fedhet.server.members import ClientHealth
+from fedhet.server.open_calls import LateReplies, OpenCalls
 from fedhet.server.round import RoundState, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -256,39 +257,87 @@ def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
     assert state.record.bytes_down == sum(sum(map(len, p.tensors)) for p in sent.values())
 
 
-def test_what_was_sent_to_train_is_remembered_until_it_is_forgotten(state):
-    exchange = Codec("run-1", small("felo").method, LIMIT, state, remember=True)
+def test_what_was_sent_to_train_is_kept_until_its_call_is_closed():
+    state = RoundState(2, print, calls=OpenCalls(keep_all=True))
+    exchange, calls = Codec("run-1", small("felo").method, LIMIT, state), state.calls
     same, other = means(), means(counts=np.array([2, 2]))
     exchange.encode_all(1, {"a": same, "b": same})
     exchange.encode_all(1, {"a": other}, training=False)
+    assert calls.sent("a", 1)[0] is calls.sent("b", 1)[0] is same
     exchange.encode_all(2, {"a": other}, differences=False)
-    assert exchange.remembered("a", 1)[0] is exchange.remembered("b", 1)[0] is same
-    assert exchange.remembered("a", 2)[0] is other
-    exchange.forget("a", 1)
-    exchange.forget("a", 1)
-    exchange.forget("c", 1)
+    calls.close("a", 1)
+    calls.close("c", 1)
+    assert calls.sent("a", 2)[0] is other
+    assert calls.sent("b", 1)[0] is same, "its reply may be late"
     for client, number in (("a", 1), ("b", 2), ("c", 1)):
-        assert exchange.remembered(client, number) == (None, 0)
-    assert exchange.remembered("b", 1)[0] is same
+        assert calls.sent(client, number) == (None, 0)
+    calls.close("a", 2)
+    assert calls.sent("a", 2) == (None, 0)
 
 
-def test_nothing_is_remembered_unless_it_is_asked_for(exchange):
+def test_no_instruction_is_kept_unless_a_reply_can_refer_to_it(exchange, state):
     exchange.encode_all(1, {"a": means()})
-    exchange.encode_all(2, {"a": means()}, differences=False)
-    exchange.forget("a", 1)
-    assert exchange.remembered("a", 1)[0] is exchange.remembered("a", 2)[0] is None
+    assert state.calls.sent("a", 1) == (None, 0)
+    state.calls.keep("a", 1, sent := means(), digest=3)
+    assert state.calls.sent("a", 1) == (sent, 3)
 
 
-def test_the_instruction_of_a_late_reply_leaves_those_of_the_round(exchange):
-    for number, client in ((1, "a"), (2, "a"), (2, "b")):
-        exchange.remember(client, number, means(), digest=number)
-    assert exchange.remembered("a", 1) == (None, 0), "a new round forgets the one before"
-    late = means()
-    exchange.remember("c", 1, late, digest=1)
-    assert exchange.remembered("c", 1)[0] is late
-    assert [exchange.remembered(name, 2)[1] for name in "ab"] == [2, 2]
-    exchange.remember("d", 2, means(), digest=2)
-    assert [exchange.remembered(name, 2)[1] for name in "abd"] == [2, 2, 2]
+def test_a_late_reply_takes_its_instruction_to_disk_and_back(tmp_path):
+    calls = OpenCalls(LateReplies(tmp_path, "run-1"))
+    for name, digest in (("a", 5), ("b", 6)):
+        calls.keep(name, 1, means(), digest)
+    calls.begin("ab", 1, 0.0)
+    call = Call(NamedProxy("a"), 1, FitIns(Parameters([], ""), {}))
+    result = FitRes(Status(Code.OK, ""), Parameters([b"reply"], "numpy.ndarray"), 7, {"x": 1.0})
+    stored = calls.store(call, result)
+    assert not stored.parameters.tensors
+    assert calls.sent("a", 1) == (None, 0), "the disk has it"
+    calls["a"].outcome = CallOutcome(call, stored, is_late=True)
+    assert calls.at_work == {"a", "b"}
+    outcome = calls.collect("a", 3)
+    assert (outcome.result.parameters.tensors, outcome.result.num_examples) == ([b"reply"], 7)
+    sent, digest = calls.sent("a", 1)
+    assert digest == 5
+    assert sent.tensors.keys() == means().tensors.keys()
+    for name, value in means().tensors.items():
+        np.testing.assert_array_equal(sent.tensors[name], value)
+    assert calls.bases_of("a")(Envelope("run-1", "felo", 1, "a"), 5) is sent.tensors
+    assert (calls.at_work, calls.late_rounds) == ({"b"}, {"a": 1})
+    calls.close("a", 1)
+    assert list((tmp_path / "late").iterdir()), "a run that is killed now resumes before this round"
+    calls.remove_used()
+    assert not list((tmp_path / "late").iterdir())
+    assert calls.sent("b", 1)[1] == 6
+    calls.start_round()
+    assert not calls.late_rounds
+
+
+def test_a_resumed_run_has_the_calls_whose_replies_are_on_disk_and_makes_the_others_again(tmp_path):
+    """A reply that arrives after the run was interrupted is stored with its instruction."""
+    calls = OpenCalls(LateReplies(tmp_path, "run-1"), keep_all=True)
+    for name in ("a", "b", "c"):
+        calls.keep(name, 1, means())
+    calls.begin("abc", 1, 2.0)
+    made = {name: Call(NamedProxy(name), 1, FitIns(Parameters([], ""), {})) for name in "abc"}
+    result = FitRes(Status(Code.OK, ""), Parameters([b"reply"], "numpy.ndarray"), 7, {})
+    calls["a"].outcome, calls["a"].due = CallOutcome(made["a"], result, is_late=True), 5.0
+    calls.store(made["a"], result)
+    saved = json.loads(json.dumps(calls.to_dict()))
+    assert saved == {"a": [1, 2.0, 5.0], "b": [1, 2.0, None], "c": [1, 2.0, None]}
+    calls.end()
+    assert not calls.at_work
+    calls.store(made["b"], result)
+    for is_simulated, times in ((False, (0.0, 0.0)), (True, (2.0, 5.0))):
+        again = OpenCalls(LateReplies(tmp_path, "run-1"), keep_all=True)
+        known = {name: call for name, call in saved.items() if name != "b" or not is_simulated}
+        again.load_dict(known, is_simulated=is_simulated)
+        assert again.at_work == ({"a"} if is_simulated else {"a", "b"})
+        assert (again["a"].began, again["a"].due) == times
+        for name in again.at_work:
+            assert again.collect(name, 3).result.parameters.tensors == [b"reply"]
+            assert again.sent(name, 1)[0].tensors.keys() == means().tensors.keys()
+    again.load_dict({}, is_simulated=True)
+    assert not list((tmp_path / "late").iterdir()), "a new run has no replies of another"
 
 
 def test_a_reply_is_read_and_counted(exchange, state):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import Server, fast, records, run, small, weighed_by_samples
+from federation import Server, client_of, fast, records, run, small, weighed_by_samples
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from interruption import CutError, Notices, resumed, same_but_for_the_name
 from rounds import instruction_of, reply_of
@@ -324,6 +324,45 @@ def test_a_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
     first, second = server.answers(asked), server.answers(asked)
     for (_, one), (_, other) in zip(first, second, strict=True):
         assert one.parameters.tensors == other.parameters.tensors
+
+
+def test_a_reply_passes_the_steps_of_an_instruction_in_the_opposite_order(tmp_path, monkeypatch):
+    """The guarantees rest on this order, e.g. a reply is stored only after the state is saved."""
+    noise = {"privacy.noise-multiplier": 1.0, "models.pool": ["mlp"]}
+    server, order = Server(config_of("fedavg", **SECURE, **noise), tmp_path), []
+    proxy, ins = server.ask(1)[0]
+    client = client_of(proxy)
+
+    def recorded(owner, name):
+        function = getattr(owner, name)
+
+        def call(*args, **options):
+            order.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    recorded(client, "train")
+    for name in ("begin", "stored_reply", "filter_reply", "store_reply"):
+        recorded(client.privacy, name)
+    for name in ("masked", "store"):
+        recorded(client.masking, name)
+    recorded(client.codec, "encode_reply")
+    for name in ("restore", "save"):
+        recorded(client.state, name)
+    check = client.masking.begin
+    monkeypatch.setattr(
+        client.masking, "begin", lambda *words: (order.append("check"), check(*words))[1]
+    )
+    first = proxy.fit(ins, None, 1)
+    received, sent = order[: order.index("train")], order[order.index("train") + 1 :]
+    assert received == ["begin", "check", "stored_reply", "restore"]
+    assert sent == ["filter_reply", "masked", "encode_reply", "save", "store", "store_reply"]
+    assert "error" not in first.metrics
+    order.clear()
+    again = proxy.fit(ins, None, 1)
+    assert order == ["begin", "check", "restore"]
+    assert again.parameters.tensors == first.parameters.tensors
 
 
 def test_a_run_continues_without_a_sum_that_clients_refuse(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fedhet.base.errors import SettingsError, nearest
 from fedhet.client_runtime.node import open_client, read_node
-from fedhet.config.resolve import Config, resolve, resolve_items
+from fedhet.config.resolve import Config, resolve, resolve_flower
 from fedhet.config.sources import (
     all_settings,
     defaults,
@@ -229,6 +229,16 @@ def test_what_the_user_says_is_not_overruled(method):
     assert {name: flat[name] for name in said} == said
     run = resolve({"method": method, "data.public-dataset": "digits"}).run
     assert run.data.public_fraction == 0  # the public data has its one source
+    needs = {
+        "data.public-fraction": find_method(method).spec.needs_public,
+        "data.labeled-alpha": find_method(method).spec.needs_unlabeled,
+    }
+    for name, is_needed in needs.items():
+        if is_needed:
+            with pytest.raises(SettingsError, match=rf"'{name}'.*above 0.*got 0"):
+                resolve({"method": method, name: 0})
+        else:
+            assert resolve({"method": method, name: 0}).flat()[name] == 0
 
 
 @pytest.mark.parametrize("method", method_names())
@@ -236,7 +246,7 @@ def test_a_resolved_config_says_what_was_filled_in_and_resolves_to_itself(tmp_pa
     config = resolve({"method": method})
     _comes_back(config, tmp_path / "mine.toml")
     # As Flower's run config has it: a default says nothing, the method's own words stand.
-    assert resolve(from_flower({**to_flower(defaults()), "method": method})) == config
+    assert resolve_flower(from_flower({**to_flower(defaults()), "method": method})) == config
 
 
 @pytest.mark.usefixtures("encoders")
@@ -811,7 +821,7 @@ def test_the_same_settings_from_every_source(mine, values):
     assert resolve(parse_pairs(f"{k}={as_text(v)}" for k, v in values.items())) == config
     assert resolve(read_toml(mine)) == config
     assert {type(value) for value in flat.values()} <= {bool, int, float, str}
-    assert resolve_items(tuple(flat.items())) == config
+    assert resolve_flower(from_flower(flat)) == config
     for name, value in values.items():
         assert config.flat()[name] == value
 

@@ -1,18 +1,22 @@
 """A site limits what a run may request."""
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
+from federation import Server, client_of, permitted, small
 from flwr.common import parameters_to_ndarrays
 from rounds import reply_of
 
 from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.client_runtime.app import SiteClient, client_fn, permitted, within_limits, without_paths
+from fedhet.client_runtime.app import SiteClient, client_fn, within_limits, without_paths
 from fedhet.client_runtime.node import NodeSettings
+from fedhet.config import resolve as resolving
+from fedhet.config import sources
+from fedhet.config.sources import from_flower
 from fedhet.methods.registry import find_method, shipped_names
 
 SENDS_CLASS_MEANS = [n for n in sorted(shipped_names()) if find_method(n).spec.privacy.vectors]
@@ -30,7 +34,7 @@ PARTITION = {"partition-id": 0, "num-partitions": 4}
 )
 def test_a_device_an_address_and_a_folder_are_no_imports(setting, value):
     run = {**SHIPPED, setting: value}
-    assert permitted(PARTITION, run) == run
+    assert permitted(PARTITION, run) == from_flower(run)
 
 
 @pytest.mark.parametrize("setting", ["data.label-column", "fedtype.proxy", "central.model"])
@@ -56,6 +60,26 @@ def asked(node=None, **run):
 def test_what_exceeds_a_sites_limits_is_one_line(run, limit):
     with pytest.raises(SettingsError, match=limit):
         client_fn(asked(**run))
+
+
+def test_a_message_reads_and_checks_the_settings_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
+    counts = Counter()
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+
+        def call(*args, **options):
+            counts[name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(NodeSettings, "model_validate")
+    counted(sources, "read_text")  # reads the pool of models
+    counted(resolving, "complete")
+    client_fn(asked(models__pool="mlp,mlp2"))
+    assert counts == {"model_validate": 1, "read_text": 1, "complete": 1}
 
 
 def test_a_sites_limits_are_its_own(tmp_path, monkeypatch):

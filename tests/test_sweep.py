@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
-from fedhet.cli.run import point_name, read_grid, read_sweep
+from fedhet.cli.options import point_name
+from fedhet.cli.run import read_grid, read_sweep
 from fedhet.cli.training import jobs_that_fit
 from fedhet.report.sweep import _panel, is_log_spaced
 

@@ -10,7 +10,14 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve, resolve_flower
-from fedhet.config.sources import all_settings, defaults, read_preset, read_toml, to_flower
+from fedhet.config.sources import (
+    all_settings,
+    defaults,
+    from_flower,
+    read_preset,
+    read_toml,
+    to_flower,
+)
 from fedhet.data.sources import sample_kind
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
@@ -52,7 +59,7 @@ def test_what_was_chosen_stands_in_the_config_and_comes_back(name, tmp_path):
     # As Flower's run config has it: every setting is there, at its default.
     everything = {key: info.default for key, info in all_settings().items()}
     listed = {**everything, "method": name, "data.dataset": "breast-cancer"}
-    assert resolve_flower(to_flower(listed)) == config
+    assert resolve_flower(from_flower(to_flower(listed))) == config
 
 
 def test_the_pool_is_the_methods():
@@ -120,7 +127,7 @@ def test_a_methods_own_model_for_images_is_refused_for_a_table(method, setting, 
 
 def test_flowers_run_config_which_lists_every_setting_chooses_no_model():
     given = {**to_flower(defaults()), "method": "fedtype", "data.dataset": "breast-cancer"}
-    assert resolve_flower(given).method_settings.proxy == "mlp"
+    assert resolve_flower(from_flower(given)).method_settings.proxy == "mlp"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from fedhet.algorithms.distillation import (
 )
 from fedhet.algorithms.feature_models import matryoshka_losses
 from fedhet.base.errors import DataError, KnowledgeError, ModelError, SettingsError
-from fedhet.config.reference import tasks
+from fedhet.config.describe import tasks
 from fedhet.config.resolve import resolve
 from fedhet.data.rows import read_table
 from fedhet.data.site import Declaration

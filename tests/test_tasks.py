@@ -274,9 +274,9 @@ def test_clients_descend_the_mean_squared_error(method, tmp_path):
         if method != "local":
             weights = (
                 client_of(proxy)
-                .codec.read(parameters_to_ndarrays(instruction.parameters), client_of(proxy).sizes)[
-                    1
-                ]
+                .codec.decode_instruction(
+                    parameters_to_ndarrays(instruction.parameters), client_of(proxy).sizes
+                )[1]
                 .group("weights")
             )
             before[proxy.cid].load_state_dict({k: torch.tensor(v) for k, v in weights.items()})

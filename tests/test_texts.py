@@ -147,7 +147,7 @@ def test_rows_take_no_more_memory_than_is_allowed(tmp_path, ending):
     rows = [(f"{k} " + "word " * 400, str(k % 3)) for k in range(1000)]
     path = write(tmp_path / f"all.{ending}", rows, ("text", "label"))
     assert len(read_table(path, spec(path, max_bytes=4_000_000), texts=("text",))) == 1000
-    with pytest.raises(DataError, match="at most data.max-bytes = 1000000"):
+    with pytest.raises(DataError, match=r"at most data\.max-bytes = 1000000"):
         read_table(path, spec(path, max_bytes=1_000_000), texts=("text",))
 
 

@@ -106,8 +106,9 @@ def data(samples=75, seed=2):
 
 def plain_optimizer(model, run, fused):
     usual = {"lr": run.lr, "weight_decay": run.weight_decay, "fused": fused or None}
-    if run.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), **usual)
+    if run.optimizer != "sgd":
+        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        return kinds[run.optimizer](model.parameters(), **usual)
     return torch.optim.SGD(model.parameters(), momentum=run.momentum, **usual)
 
 
@@ -131,6 +132,7 @@ def plain_loop(model, x, y, run, epochs, fused=True):
 RUNS = {
     "adam": TrainingSettings(optimizer="adam", lr=0.01, batch_size=16),
     "adam, decay": TrainingSettings(optimizer="adam", lr=0.003, batch_size=7, weight_decay=0.01),
+    "adamw": TrainingSettings(optimizer="adamw", lr=0.003, batch_size=16, weight_decay=0.1),
     "sgd": TrainingSettings(optimizer="sgd", lr=0.1, batch_size=37, momentum=0.0),
     "sgd, momentum, decay": TrainingSettings(
         optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=5e-4

@@ -134,7 +134,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
     order = client.generator(2, "batches")
     quiet(model)
     for _ in range(2):
-        for index in batches(len(x), client.run.training.batch_size, order):
+        for index in batches(len(x), client.training.batch_size, order):
             losses = []
             for i, own in zip(index.tolist(), model(x[index]).log_softmax(1), strict=True):
                 if i < len(client.y):
@@ -218,10 +218,10 @@ def test_the_warm_up_sees_labeled_samples_alone(tmp_path):
     answer = client.train(1, message(train=False))
     model = models.build(MODEL, (1, 8, 8), 10, seed=0).train()
     quiet(model)
-    adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
+    adam = torch.optim.Adam(model.parameters(), lr=client.training.lr)
     order = client.generator(1, "warm-up")
     for _ in range(2):
-        for index in batches(len(client.y), client.run.training.batch_size, order):
+        for index in batches(len(client.y), client.training.batch_size, order):
             loss = torch.nn.functional.cross_entropy(model(client.x[index]), client.y[index])
             adam.zero_grad()
             loss.backward()

@@ -358,11 +358,11 @@ def knowledge(count, width=64, classes=(0, 2, 3, 4, 5, 6, 7, 9)):
 def transcription(client, round, taught, count):
     """Compute line 14 of Algorithm 1 sample by sample, with a feature drawn per class and batch."""
     model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64).train()
-    adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
+    adam = torch.optim.Adam(model.parameters(), lr=client.training.lr)
     order, chance = client.generator(round, "batches"), client.generator(round, "features")
     rows = {y: row for row, y in enumerate(taught["classes"].tolist())}
-    for _ in range(client.run.training.local_epochs):
-        for index in batches(len(client.y), client.run.training.batch_size, order):
+    for _ in range(client.training.local_epochs):
+        for index in batches(len(client.y), client.training.batch_size, order):
             picks = torch.randint(count, (len(index),), generator=chance).tolist()
             features, logits = model.features_and_logits(client.x[index])
             losses = []
@@ -423,7 +423,7 @@ def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, c
 
     def read(sent):
         message = encode(Envelope("run", "velo", 1, "server"), Knowledge(knowledge(sent)))
-        return client.codec.read(message, client.sizes)
+        return client.codec.decode_instruction(message, client.sizes)
 
     assert read(2)[0].round == 1
     with pytest.raises(KnowledgeError, match=r"features: expected .* with S = 2, got shape"):

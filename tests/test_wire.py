@@ -28,7 +28,7 @@ def encoded(method="fedavg", encoding="int8", **changes):
 def received(proxy, ins):
     """Return a client's decoded instruction."""
     client = client_of(proxy)
-    return client.codec.read(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
+    return client.codec.decode_instruction(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
 
 
 def folders(server, what="received"):
@@ -120,7 +120,7 @@ def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
     for number in (1, 2, 3):
         asked = server.ask(number)
         for proxy, ins in asked:
-            kept = server.strategy._codec.remembered(proxy.name, number)[0]
+            kept = server.strategy.state.calls.sent(proxy.name, number)[0]
             came = received(proxy, ins).tensors
             if kept is None:  # without weights, nothing builds on it
                 assert number == 1
@@ -173,7 +173,7 @@ def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp
 def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
     server = Server(encoded(), tmp_path)
     asked = server.ask(1)
-    server.strategy._codec.forget(asked[0][0].name, 1)
+    server.strategy.state.calls.close(asked[0][0].name, 1)
     answers = server.answers(asked)
     server.strategy.aggregate_fit(1, answers, [])
     failed = server.strategy.state.record.failed
@@ -214,7 +214,7 @@ def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
         answers = server.answers(asked)
         for proxy, result in answers:
             client, start = client_of(proxy), starts[proxy.name]
-            find = server.strategy._codec.bases_of(proxy.name)
+            find = server.strategy.state.calls.bases_of(proxy.name)
             reply = decode(parameters_to_ndarrays(result.parameters), "a", find)[1]
             for name, value in reply.group("weights").items():
                 place = proxy.name, name
@@ -244,7 +244,7 @@ def weights(seed, size=300):
 
 
 def encoder(encoding="int8"):
-    return InstructionEncoder(Coder.of(WireSettings(encoding=encoding), SENT, 0))
+    return InstructionEncoder(Coder.for_contract(WireSettings(encoding=encoding), SENT, 0))
 
 
 def decoded(parameters, base=None):
@@ -319,7 +319,7 @@ def test_a_server_comes_back_with_what_its_clients_have():
 
 
 def test_plain_instructions_leave_no_trace():
-    plain = InstructionEncoder(Coder.of(small().run.wire, SENT, 0))
+    plain = InstructionEncoder(Coder.for_contract(small().run.wire, SENT, 0))
     plain.payload("a", plain.instruction(place(1), "train", weights(1), ["a"]))
     assert plain.state_dict() == plain.metadata() == plain.held == {}
 

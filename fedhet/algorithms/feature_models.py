@@ -36,7 +36,14 @@ from fedhet.algorithms import Margin
 from fedhet.base.arrays import Array
 from fedhet.base.transfer import to_device
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import BatchLoss, CrossEntropy, Optimization, train_epochs
+from fedhet.learning.training import (
+    SGD,
+    Adam,
+    BatchLoss,
+    CrossEntropy,
+    Optimization,
+    train_epochs,
+)
 
 EXACT = "donot_use_mm_for_euclid_dist"
 """Mode of `torch.cdist` that computes distances from differences, which avoids cancellation."""
@@ -184,7 +191,7 @@ def train_prototypes(
     def loss_of(prototypes: Tensor, labels: Tensor) -> Tensor:
         return contrastive_loss(prototypes, labels, model(), margin)
 
-    return _train(model, prototypes, labels, loss_of, torch.optim.SGD, options)
+    return _train(model, prototypes, labels, loss_of, SGD, options)
 
 
 class Projector(nn.Linear):
@@ -231,7 +238,7 @@ def train_head(
         labels: Classes of the representations, of shape [N].
         **options: Training options.
     """
-    return _train(head, representations, labels, CrossEntropy(head), torch.optim.SGD, options)
+    return _train(head, representations, labels, CrossEntropy(head), SGD, options)
 
 
 LIMIT = 5.0
@@ -342,7 +349,7 @@ def train_cvae(
         noise = torch.randn(len(y), model.latent, generator=options["generator"])
         return cvae_loss(model, s, y, noise, deviation)
 
-    return _train(model, standardized, labels, loss_of, torch.optim.Adam, options)
+    return _train(model, standardized, labels, loss_of, Adam, options)
 
 
 @torch.no_grad()
@@ -491,7 +498,7 @@ def train_generator(
     Returns:
         The mean cross-entropy over all steps.
     """
-    adam = torch.optim.Adam(model.train().parameters(), lr=lr)
+    adam = Adam(model.train().parameters(), lr=lr)
     total = 0.0
     for _ in range(steps):
         labels = torch.multinomial(prior, batch_size, replacement=True, generator=draws)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from fedhet.algorithms import MIN_SCALE
 from fedhet.base.arrays import Array
 from fedhet.base.transfer import joined, separated
+from fedhet.learning.training import Adam
 
 Weights = Mapping[str, Tensor]
 
@@ -196,7 +197,7 @@ class LocalizedModel(VariationalModel):
         means = {name: nn.Parameter(value.clone()) for name, value in self.anchor.items()}
         raw = {name: nn.Parameter(inverse_softplus(value)) for name, value in scale.items()}
         self._means, self._raw = means, raw
-        self._adam = torch.optim.Adam([*means.values(), *raw.values()], lr)
+        self._adam = Adam([*means.values(), *raw.values()], lr)
         self._localize()
 
     def stepped(self) -> None:

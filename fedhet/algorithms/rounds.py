@@ -1,11 +1,7 @@
-"""Rules for the rounds of a run: number of clients, closing time, late updates, learning rate.
+"""Rules for the rounds of a run: number of clients, closing time, and late updates.
 
 A round closes when all sampled clients have replied, when the grace period after enough replies has
 ended, or at its timeout. NVFlare has the same rule (min_responses, wait_time_after_min_received).
-
-The learning rate is multiplied by a factor. Except with the schedule `plateau`, the factor depends
-only on the round number, and not on how often a client was sampled. The formulas are the same as in
-torch.optim.lr_scheduler, with rounds instead of epochs.
 
 Late updates are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
 """
@@ -13,22 +9,16 @@ Late updates are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
 import numpy as np
 
-from fedhet.algorithms.robust import max_malicious, min_replies
 from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng
-from fedhet.settings.engine import PaceSettings
-from fedhet.settings.run import RunSettings, TrainingSettings
 
-MIN_GRACE = 10.0
-"""Minimum grace period of an evaluation, in seconds."""
 RECENT = 20
 """Number of recent rounds from which the median duration is computed."""
 Fault = Literal["drop-out", "straggler"]
@@ -88,6 +78,19 @@ def clients_to_sample(needed: int, over_selection: float) -> int:
     return math.ceil(round((1 + over_selection) * needed, 9))
 
 
+def replies_to_close(min_replies: float, needed: int, awaited: int, least: int = 1) -> int:
+    """Return the number of replies after which the grace period of a round starts.
+
+    Args:
+        min_replies: Number of replies or, up to 1, fraction of the needed replies.
+        needed: Number of replies that the round needs.
+        awaited: Number of clients from which replies are expected.
+        least: Minimum number of replies if `min_replies` results in a lower number.
+    """
+    number = math.ceil(round(min_replies * needed, 9)) if min_replies <= 1 else int(min_replies)
+    return max(1, min(max(number, least), awaited))
+
+
 def is_hit(seed: int, client: str, round: int, fault: Fault, probability: float) -> bool:
     """Decide at random whether a simulated client has `fault` in a round."""
     return probability > 0 and bool(numpy_rng(seed, client, round, fault).random() < probability)
@@ -97,55 +100,6 @@ def malicious_clients(seed: int, members: Collection[str], count: int) -> Set[st
     """Draw the malicious clients of a run, independently of clients that join or leave later."""
     order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
     return set(order[:count])
-
-
-def honest_majority(run: RunSettings) -> tuple[int, int, int]:
-    """Return a round's numbers of malicious clients, sampled clients, and required replies.
-
-    A round with robust aggregation must not close before the required replies have arrived, because
-    all malicious clients may reply before the honest clients. Without robust aggregation, the
-    numbers of malicious clients and required replies are 0 and 1.
-    """
-    defense, members = run.defense, run.clients
-    needed = clients_per_round(members, run.fraction)
-    count = min(clients_to_sample(needed, run.pace.over_selection), members)
-    if defense.average == "mean":
-        return 0, count, 1
-    # Unless clients are selected at random, malicious clients can influence the selection, so that
-    # all of them may be in the round.
-    among = count if run.pace.select == "random" else members
-    malicious = min(max_malicious(among, defense.malicious_fraction), count)
-    required = min(min_replies(defense.average, malicious), count) if malicious else 1
-    return malicious, count, required
-
-
-def closing(
-    pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = (), least: int = 1
-) -> Closing:
-    """Return the closing rule of a training round.
-
-    Args:
-        pace: Settings in `[pace]`.
-        needed: Number of replies that the round needs.
-        awaited: Number of clients from which replies are expected.
-        durations: Durations of the previous rounds, in seconds.
-        least: Minimum number of replies if `pace.min-replies` results in a lower number.
-    """
-    number = int(pace.min_replies)
-    if pace.min_replies <= 1:
-        number = math.ceil(round(pace.min_replies * needed, 9))
-    number = min(max(number, least), awaited)
-    return Closing(max(1, number), pace.grace, pace.max_seconds(median_duration(durations)))
-
-
-def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
-    """Return the closing rule of an evaluation.
-
-    After enough replies have arrived, an evaluation continues for as long as these replies took,
-    but at least MIN_GRACE seconds, because a client that misses the evaluation is not called again.
-    """
-    rule = closing(pace, calls, calls, durations)
-    return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
 
 
 def median_duration(durations: Iterable[float]) -> float:
@@ -185,54 +139,3 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
     update = trained.astype(np.float64) - start
     moved = current + rate * update
     return np.asarray(moved if low is None else moved.clip(min=low), dtype=trained.dtype)
-
-
-MILESTONES = (0.5, 0.75)
-"""Default milestones, as fractions of the rounds (He et al., Deep Residual Learning, 2016)."""
-MIN_CHANGE = 1e-4
-"""Minimum relative decrease that counts as an improvement (the default of ReduceLROnPlateau)."""
-
-
-@dataclass(frozen=True)
-class Plateau:
-    """State of a ReduceLROnPlateau schedule.
-
-    Attributes:
-        best: Lowest value so far.
-        waited: Number of rounds since the last improvement.
-        factor: Current factor for the learning rate.
-    """
-
-    best: float = math.inf
-    waited: int = 0
-    factor: float = 1.0
-
-    def after(self, value: float, *, patience: int, decay: float) -> Plateau:
-        """Return the state after a round with the given loss or error."""
-        if value < self.best * (1 - MIN_CHANGE):
-            return Plateau(value, 0, self.factor)
-        if self.waited < patience:
-            return Plateau(self.best, self.waited + 1, self.factor)
-        return Plateau(self.best, 0, self.factor * decay)
-
-
-NO_PLATEAU = Plateau()
-
-
-def rate_factor(
-    settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
-) -> float:
-    """Return the factor, in (0, 1], for the learning rate in `round` (counted from 1)."""
-    warm_up = settings.warm_up_rounds
-    factor = min(1.0, round / (warm_up + 1))  # The factor is linear during the warm-up, then 1.
-    # The factor is 1 in the first round after the warm-up and near 0 at the end.
-    if settings.schedule == "cosine":
-        angle = math.pi * max(0, round - warm_up - 1) / max(1, rounds - warm_up)
-        factor *= (1 + math.cos(angle)) / 2
-    elif settings.schedule == "step":
-        ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
-        # Count the milestones that have passed.
-        factor *= settings.decay ** bisect_left(ends, round)
-    elif settings.schedule == "plateau":
-        factor *= plateau.factor
-    return factor

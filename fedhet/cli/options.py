@@ -229,3 +229,10 @@ def read_seeds(text: str) -> list[int]:
             f"of at most {MAX_SEEDS} seeds, got '{text}'"
         )
     return seeds
+
+
+def point_name(point: Sequence[object]) -> str:
+    """Convert a combination of values to a valid directory name."""
+    texts = [as_text(value) if isinstance(value, tuple) else str(value) for value in point]
+    valid = ["".join(c if c.isalnum() or c in "._-" else "-" for c in text) for text in texts]
+    return "_".join(text.lstrip("._-")[:60] or "empty" for text in valid)

@@ -18,7 +18,15 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli import options
-from fedhet.cli.options import TRUST, complete_method, loading, option, read_seeds, say
+from fedhet.cli.options import (
+    TRUST,
+    complete_method,
+    loading,
+    option,
+    point_name,
+    read_seeds,
+    say,
+)
 from fedhet.config.sources import (
     GivenSettings,
     full_name,
@@ -28,7 +36,7 @@ from fedhet.config.sources import (
     validate,
 )
 from fedhet.engines.connection import starting
-from fedhet.settings.text import as_text, read_text
+from fedhet.settings.text import read_text
 
 
 def run_command(
@@ -255,10 +263,3 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
     if (points := math.prod(map(len, grid.values()))) > MAX_VALUES:
         raise SettingsError(f"sweep: expected at most {MAX_VALUES} combinations, got {points}")
     return grid
-
-
-def point_name(point: Sequence[object]) -> str:
-    """Convert a combination of values to a valid directory name."""
-    texts = [as_text(value) if isinstance(value, tuple) else str(value) for value in point]
-    valid = ["".join(c if c.isalnum() or c in "._-" else "-" for c in text) for text in texts]
-    return "_".join(text.lstrip("._-")[:60] or "empty" for text in valid)

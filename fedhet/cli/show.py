@@ -16,7 +16,7 @@ from rich.table import Table
 from fedhet.base.errors import SettingsError
 from fedhet.cli import options
 from fedhet.cli.options import console, listing, loading, option, say
-from fedhet.config import reference
+from fedhet.config import describe
 from fedhet.config.sources import (
     all_settings,
     defaults,
@@ -50,13 +50,13 @@ def methods_command(
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    supported = reference.tasks, reference.defenses, reference.privacy, reference.summation
-    for describe in (reference.default_models, *supported):
-        console.print(describe(method), markup=False)
+    supported = describe.tasks, describe.defenses, describe.privacy, describe.summation
+    for sentence_of in (describe.default_models, *supported):
+        console.print(sentence_of(method), markup=False)
     if method.settings():
         console.print(_settings(method.settings()))
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
-        table = listing(*reference.FIELD_COLUMNS, rows=reference.field_rows(contract))
+        table = listing(*describe.FIELD_COLUMNS, rows=describe.field_rows(contract))
         table.title, table.title_justify = f"{sender} sends", "left"
         console.print(table if contract.fields else f"{sender} sends no data")
 
@@ -134,7 +134,7 @@ def settings_command(
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> Table:
-    return listing(*reference.SETTING_COLUMNS, rows=reference.setting_rows(settings))
+    return listing(*describe.SETTING_COLUMNS, rows=describe.setting_rows(settings))
 
 
 def partition_command(

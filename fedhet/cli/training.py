@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 
 from fedhet.base.errors import FedhetError, StateError
-from fedhet.cli.options import console, errors, say
+from fedhet.cli.options import console, errors, point_name, say
 from fedhet.cli.results import show_comparison, show_run
-from fedhet.cli.run import point_name
 from fedhet.config.resolve import Config, complete
 from fedhet.config.sources import GivenSettings
 from fedhet.engines.connection import for_training, inherited

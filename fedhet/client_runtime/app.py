@@ -36,13 +36,13 @@ from fedhet.client_runtime.node import (
     ALLOW_MODELS_VARIABLE,
     ALLOW_PATHS_VARIABLE,
     NodeSettings,
+    create_node,
     open_client,
-    read_node,
 )
 from fedhet.client_runtime.privacy import redact_errors
 from fedhet.client_runtime.state import MessageClient
-from fedhet.config.resolve import Config, resolve_items
-from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, imported_code, is_listed
+from fedhet.config.resolve import Config, resolve_flower
+from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, checked_settings, is_listed
 from fedhet.data.sources import SOURCES
 from fedhet.data.spec import DataSpec, Location
 from fedhet.data.store import RunData
@@ -70,12 +70,11 @@ def client_fn(context: Context) -> Client:
     site = schema.build(NodeSettings, context.node_config, prefix="node-config ")
     with redact_paths(site):
         configure_logs()
-        settings = permitted(context.node_config, context.run_config)
-        if settings.get(CLIENTS) == FOLLOW and site.num_partitions:
+        settings = permitted(site, context.run_config)
+        if context.run_config.get(CLIENTS) == FOLLOW and site.num_partitions:
             settings[CLIENTS] = site.num_partitions
-        config = within_limits(resolve_items(tuple(settings.items())), site)
-        data = data_of(DataSpec.of(config.run))
-        node = read_node(context.node_config, config.run, data=data)
+        config = within_limits(resolve_flower(settings), site)
+        node = create_node(site, config.run, data=data_of(DataSpec.of(config.run)))
         node = dataclasses.replace(node, pool=str(context.run_config.get(POOL, "")))
     # The following code reads samples, and error messages must not depend on the samples.
     with redact_errors() if config.run.privacy.hides_samples else redact_paths(site):
@@ -91,25 +90,25 @@ def data_of(spec: DataSpec) -> RunData:
 app = ClientApp(client_fn=client_fn)
 
 
-def permitted(
-    node_config: Mapping[str, object], run_config: Mapping[str, schema.Scalar]
-) -> dict[str, schema.Scalar]:
-    """Return the run's settings for this site, including the site's model if it has one.
+def permitted(site: NodeSettings, run_config: Mapping[str, object]) -> dict[str, object]:
+    """Read Flower's run config for this site, including the site's model if it has one.
 
     If the site does not permit the settings, raises SettingsError before anything is imported or
     read. The settings of a run that hides the samples must not name the site's own data, because
     the run would use it as public data.
     """
-    site = schema.build(NodeSettings, node_config, prefix="node-config ")
     models = site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
     paths = site.allow_paths or os.environ.get(ALLOW_PATHS_VARIABLE, "")
     hiding = any(map(bool, (site.privacy, site.peers, *map(run_config.get, HIDING_SETTINGS))))
-    settings = {name: value for name, value in run_config.items() if name not in SIMULATED}
+    values = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
-        settings[POOL] = site.model
-    for setting, name in imported_code(settings):
+        values[POOL] = site.model
+
+    def check(setting: str, name: str) -> None:
         if name not in ("", site.model) and not is_listed(name, models):
             raise _not_permitted("allow-models", models, f"import {name!r}", setting)
+
+    settings = checked_settings(values, check)
     for setting, place in _places(settings):
         if place.path and hiding and site.data:
             path, site_path = _resolved(place.path), _resolved(site.data)

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedhet.algorithms.distillation import confident_labels, unlabeled_loss
-from fedhet.algorithms.rounds import Plateau, is_hit, rate_factor
+from fedhet.algorithms.rounds import is_hit
 from fedhet.base.arrays import group, grouped
 from fedhet.base.errors import DropOutError, StateError
 from fedhet.base.seeding import torch_generator
@@ -25,6 +25,7 @@ from fedhet.client_runtime.state import ClientState
 from fedhet.data.spec import UNKNOWN, Split
 from fedhet.kinds import KINDS, Kind, Shape, augmentation, check_changeable
 from fedhet.learning.devices import Compute
+from fedhet.learning.schedule import Plateau, scheduled
 from fedhet.learning.training import (
     Augment,
     BatchLoss,
@@ -119,9 +120,8 @@ class LocalTrainer:
         Only the state for the private model is saved, because other models, such as proxies, are
         replaced in each round.
         """
-        factor = rate_factor(settings, self._round, self._rounds, self._plateau)
-        scheduled = settings.model_copy(update={"lr": settings.lr * factor})
-        optimizing = optimization_for(parameters, scheduled, self._compute)
+        for_round = scheduled(settings, self._round, self._rounds, self._plateau)
+        optimizing = optimization_for(parameters, for_round, self._compute)
         if settings.keep_optimizer:
             self._save_optimizer(settings.optimizer)
             if self._state.metadata.get(OPTIMIZER) == settings.optimizer:
@@ -289,7 +289,7 @@ class EpochMeans:
         self._count += samples
         self._sums += means.detach().float() * samples
 
-    def read(self) -> dict[str, float]:
+    def by_name(self) -> dict[str, float]:
         """Return the means by name, or an empty dictionary if no batch was added."""
         if not self._count:
             return {}

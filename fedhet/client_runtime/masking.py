@@ -261,10 +261,10 @@ class Masking:
         lanes = [[lane.number, lane.cohort, lane.rows, lane.context] for lane in self._lanes]
         record = np.frombuffer(json.dumps([self._request, lanes]).encode(), np.uint8)
 
-        def write() -> None:
+        def put_reply() -> None:
             replies.put(round, [record, *arrays])
 
-        if self._ledger.commit(run, round, REPLY, self._request, write):
+        if self._ledger.commit(run, round, REPLY, self._request, put_reply):
             return arrays
         if (stored := replies.get(round)) is None:
             raise _repeated(run, round, REPLY)
@@ -413,7 +413,7 @@ class Masking:
                 sizes = zip(field.axes, sent.tensors[field.name].shape, strict=True)
                 axes |= {axis: size for axis, size in sizes if isinstance(axis, str)}
         axes["C"] = self._classes
-        return Layout.of(lane, self._contract, Sizes(axes, models), sites, self._settings)
+        return Layout.for_reply(lane, self._contract, Sizes(axes, models), sites, self._settings)
 
     def _derived(self, peer: str, bound: bytes, use: str) -> bytes:
         """Return a key of 32 bytes that only this site and the peer can derive."""

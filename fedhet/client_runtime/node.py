@@ -52,7 +52,7 @@ class Budget:
     delta: float
 
     @classmethod
-    def read(cls, text: str) -> Budget:
+    def from_text(cls, text: str) -> Budget:
         """Parse a budget such as `epsilon=8 delta=1e-5`. Raises SettingsError if it is invalid."""
         try:
             pairs = (each.split("=") for each in text.split())
@@ -121,7 +121,7 @@ class NodeSettings(Schema):
 
         Raises SettingsError if the setting is invalid.
         """
-        return Budget.read(self.privacy) if self.privacy else None
+        return Budget.from_text(self.privacy) if self.privacy else None
 
     def check_training(self) -> None:
         """Raise SettingsError if a training setting is set, although the site has peers.
@@ -171,13 +171,19 @@ class Node:
 def read_node(
     config: Mapping[str, object], run: RunSettings, state_dir: str = "", data: RunData | None = None
 ) -> Node:
-    """Create a node from Flower's node config without reading any samples.
+    """Create a node from Flower's node config, like `create_node`."""
+    return create_node(build(NodeSettings, config, prefix="node-config "), run, state_dir, data)
+
+
+def create_node(
+    settings: NodeSettings, run: RunSettings, state_dir: str = "", data: RunData | None = None
+) -> Node:
+    """Create a node without reading any samples.
 
     `state_dir` is set only in a simulation. `data` is shared by all clients in this process; if it
     is None, a new store is created. Raises SettingsError if a node setting is invalid, and
     DataError if a site does not declare its data format, but the run hides the samples.
     """
-    settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients
     if not has_partition and not (settings.data and settings.name):
         raise SettingsError(

@@ -327,9 +327,12 @@ class ClientRecord(BaseModel):
         return self
 
     @classmethod
-    def of(cls, run: str, config: Config, node: Node, samples: ClientSamples) -> ClientRecord:
-        """Create the record of a client; `config` includes its training settings."""
-        values = absolute(config).flat() | (node.declared.settings if node.declared else {})
+    def for_client(
+        cls, run: str, config: Config, node: Node, samples: ClientSamples
+    ) -> ClientRecord:
+        """Create the record of a client, with its own training settings."""
+        own = absolute(config.replacing(training=node.training))
+        values = own.flat() | (node.declared.settings if node.declared else {})
         return cls(
             run=run,
             client=node.name,
@@ -461,7 +464,7 @@ def read_server_record(directory: Path) -> ServerRecord | None:
 
     Raises StateError if the record is unreadable or invalid.
     """
-    return _read(directory / CHECKPOINTS / SERVER_FILE, ServerRecord)
+    return _read_record(directory / CHECKPOINTS / SERVER_FILE, ServerRecord)
 
 
 def write_record(directory: Path, record: ClientRecord) -> None:
@@ -475,10 +478,10 @@ def read_record(directory: Path) -> ClientRecord | None:
 
     Raises StateError if the record is unreadable or invalid.
     """
-    return _read(directory / FILE, ClientRecord)
+    return _read_record(directory / FILE, ClientRecord)
 
 
-def _read(path: Path, schema: type[Record]) -> Record | None:
+def _read_record(path: Path, schema: type[Record]) -> Record | None:
     if not path.exists():
         return None
     try:

@@ -250,13 +250,13 @@ class ClientCodec:
         run, self._method = config.run, config.method
         self._node, self._state = node, state
         self._instructions, self._replies = (
-            Coder.of(run.wire, contract, run.seed)
+            Coder.for_contract(run.wire, contract, run.seed)
             for contract in (self._method.spec.instructions, self._method.spec.replies)
         )
         if run.privacy.secure_aggregation:  # Masked vectors cannot be compressed.
             self._replies = None
 
-    def read(
+    def decode_instruction(
         self, arrays: NDArrays, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
     ) -> tuple[Envelope, Knowledge]:
         """Decode the server's message, validate it, and store its weights.
@@ -282,7 +282,9 @@ class ClientCodec:
                 store.keep(past[-KEPT_STATES:])
         return envelope, knowledge
 
-    def encode(self, envelope: Envelope, instruction: Knowledge, reply: Knowledge) -> NDArrays:
+    def encode_reply(
+        self, envelope: Envelope, instruction: Knowledge, reply: Knowledge
+    ) -> NDArrays:
         """Encode the reply to an instruction, and save the compression errors in the state."""
         reply_envelope = replace(envelope, sender=self._node.name)
         if self._replies is None or self._instructions is None:
@@ -332,16 +334,16 @@ class MessageClient(Client):
 
     def fit(self, ins: FitIns) -> FitRes:
         """Train on an instruction, and return the reply."""
-        arrays, samples, metrics = self.numpy_client.fit(_read(ins.parameters), ins.config)
+        arrays, samples, metrics = self.numpy_client.fit(_arrays_of(ins.parameters), ins.config)
         return FitRes(_OK, ndarrays_to_parameters(arrays), samples, metrics)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         """Evaluate the client's models."""
-        loss, samples, metrics = self.numpy_client.evaluate(_read(ins.parameters), ins.config)
+        loss, samples, metrics = self.numpy_client.evaluate(_arrays_of(ins.parameters), ins.config)
         return EvaluateRes(_OK, loss, samples, metrics)
 
 
-def _read(parameters: Parameters) -> NDArrays:
+def _arrays_of(parameters: Parameters) -> NDArrays:
     """Read the arrays of a message. They are copies, so that the client may change them."""
     tensors = enumerate(parameters.tensors)
     return [read_npy(data, SERVER, f"array {position}").copy("K") for position, data in tensors]

@@ -42,6 +42,7 @@ from fedhet.client_runtime.samples import (
     write_record,
 )
 from fedhet.client_runtime.state import ClientCodec, ClientState, MessageClient
+from fedhet.client_runtime.steps import Exchange, steps_of
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.kinds import KINDS
@@ -100,7 +101,7 @@ class HetClient(NumPyClient):
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})
-        self.config = config.replacing(engine=engine, training=node.training)
+        self.config = config.replacing(engine=engine)
         self.run, self.settings, self.node = self.config.run, config.method_settings, node
         self.compute = compute_for(engine)
         if self.run.privacy.is_on:
@@ -226,8 +227,11 @@ class HetClient(NumPyClient):
 
     @property
     def training(self) -> TrainingSettings:
-        """Training settings of this client."""
-        return self.run.training
+        """Training settings of this client.
+
+        `run.training` may contain lists of values, and other values than the client's own.
+        """
+        return self.node.training
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -393,7 +397,7 @@ class HetClient(NumPyClient):
 
     def record(self, run: str) -> ClientRecord:
         """Return the record needed to load the client's models after a run."""
-        return ClientRecord.of(run, self.config, self.node, self.samples)
+        return ClientRecord.for_client(run, self.config, self.node, self.samples)
 
     def held_bytes(self) -> int:
         """Return the size of the client's tensors in memory, in bytes."""
@@ -420,37 +424,23 @@ class HetClient(NumPyClient):
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train for one round, evaluate if requested, and return the reply."""
-        best = config.get("best", 0)
         evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:
             with self.state.offloading(), self.privacy.redacting_errors():
-                envelope, instruction = self.codec.read(parameters, self.sizes)
-                run, round = envelope.run, envelope.round
-                self.privacy.begin(run, round)
-                arrays, train_seconds, masking = None, 0.0, self.masking
-                if self.run.privacy.secure_aggregation:
-                    if masking is None:
-                        raise MaskingError("node-config 'peers': not set, expected a peers file")
-                    arrays = masking.begin(envelope, instruction, config)
-                if arrays is None:
-                    arrays = self.privacy.stored_reply()
-                if arrays is not None:  # The request was repeated.
-                    self.state.restore(run, before=round + 1)
-                else:
-                    self.state.restore(run, before=round)
+                envelope, instruction = self.codec.decode_instruction(parameters, self.sizes)
+                run, round, train_seconds = envelope.run, envelope.round, 0.0
+                if self.run.privacy.secure_aggregation and self.masking is None:
+                    raise MaskingError("node-config 'peers': not set, expected a peers file")
+                exchange = Exchange(envelope, instruction, config)
+                own = self.privacy, self.masking, self.info.model, self.codec, self.state
+                steps = steps_of(*own, self._save)
+                for step in steps:
+                    step.receive(exchange)
+                if not exchange.arrays:  # Otherwise, the request was repeated.
                     with injected_faults(self.run, self.info.name, round):
-                        reply, train_seconds = self._train(run, round, instruction)
-                    reply = self.privacy.filter_reply(reply)
-                    if masking:
-                        reply = masking.masked(envelope, reply, self.info.model)
-                    arrays = self.codec.encode(envelope, instruction, reply)
-                    self.state.save(round, best if isinstance(best, int) else 0)
-                    if self._recorded_in != run:
-                        write_record(self.state.folder, self.record(run))
-                        self._recorded_in = run
-                    if masking:
-                        arrays = masking.store(envelope, arrays)
-                    self.privacy.store_reply(arrays)
+                        exchange.reply, train_seconds = self._train(run, round, instruction)
+                    for step in reversed(steps):
+                        step.send(exchange)
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
                 self._keep_confusion(scores)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
@@ -460,7 +450,7 @@ class HetClient(NumPyClient):
             raise
         except FedhetError as error:
             return [], 0, self._fault(error)
-        return arrays, self.info.samples, dict(metrics)
+        return exchange.arrays, self.info.samples, dict(metrics)
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
@@ -473,7 +463,9 @@ class HetClient(NumPyClient):
         """
         try:
             with self.state.offloading(), self.privacy.redacting_errors():
-                envelope, instruction = self.codec.read(parameters, self.sizes, may_be_empty=True)
+                envelope, instruction = self.codec.decode_instruction(
+                    parameters, self.sizes, may_be_empty=True
+                )
                 run, round = envelope.run, envelope.round
                 self.privacy.begin(run, round, charged=round + 1)
                 self.state.restore(run, before=round + 1)
@@ -498,6 +490,14 @@ class HetClient(NumPyClient):
         hidden = score is None or not math.isfinite(score.loss) or self.privacy.hides_scores
         loss = 0.0 if score is None or hidden else score.loss
         return loss, self.info.samples, dict(write_measures(measured))
+
+    def _save(self, exchange: Exchange) -> None:
+        """Save the state after a round and, once per run, the client's record."""
+        run, best = exchange.envelope.run, exchange.config.get("best", 0)
+        self.state.save(exchange.envelope.round, best if isinstance(best, int) else 0)
+        if self._recorded_in != run:
+            write_record(self.state.folder, self.record(run))
+            self._recorded_in = run
 
     def _train(self, run: str, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Train for one round, and return the reply and the training time in seconds.
@@ -564,8 +564,8 @@ class HetClient(NumPyClient):
         adapted, own = copy.deepcopy(model).train(), self.samples.own
         draw = self.info.name, round, "unseen"
         self.recipe.begin(round)
-        optimizing = self.recipe.round_optimization(self.run.training, adapted.parameters())
-        options = self.recipe.options(self.run.training, len(own), True, {"epochs": 1})
+        optimizing = self.recipe.round_optimization(self.training, adapted.parameters())
+        options = self.recipe.options(self.training, len(own), True, {"epochs": 1})
         options["generator"] = torch_generator(self.run.seed, *draw)
         with seeded(self.run.seed, *draw, device=self.compute.device):
             loss_of = SupervisedLoss(adapted, self.task.loss())

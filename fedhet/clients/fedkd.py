@@ -106,7 +106,9 @@ class FedKdClient(HetClient):
         energy = energy_kept(round, self.run.rounds, settings.energy_start, settings.energy_end)
         sent = packed(update, partial(factors, energy=energy))
         sizes = [sum(value.size for value in part.values()) for part in (sent, update)]
-        return Knowledge(grouped("update", sent), {**means.read(), "sent_up": sizes[0] / sizes[1]})
+        return Knowledge(
+            grouped("update", sent), {**means.by_name(), "sent_up": sizes[0] / sizes[1]}
+        )
 
     def _new_mentee(self) -> HetModel:
         return self.build_model(name=self.settings.mentee)

@@ -92,7 +92,7 @@ class FedMrlClient(HetClient):
         optimizing = self.optimization(model.parameters())
         batches = self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
-        return Knowledge(grouped("weights", to_arrays(fusion.shared)), means.read())
+        return Knowledge(grouped("weights", to_arrays(fusion.shared)), means.by_name())
 
 
 def fusion_of(model: HetModel) -> Fusion:

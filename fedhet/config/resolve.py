@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import tomli_w
 
 from fedhet import models
-from fedhet.algorithms.robust import max_malicious
-from fedhet.algorithms.rounds import clients_per_round, closing, honest_majority
+from fedhet.algorithms.robust import max_malicious, min_replies
+from fedhet.algorithms.rounds import clients_per_round, clients_to_sample, replies_to_close
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.base.metrics import METRICS
-from fedhet.config.sources import GivenSettings, from_flower, validate
+from fedhet.config.sources import GivenSettings, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
@@ -29,7 +28,7 @@ from fedhet.methods.registry import Method, all_methods
 from fedhet.privacy.sgd import check_supports_dp
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, invalid_setting, kebab, nest
+from fedhet.settings.schema import A_MODEL, MethodSettings, invalid_setting, kebab, nest
 from fedhet.settings.text import AUTO
 from fedhet.tasks import CLASSIFICATION, find_task, task_for
 from fedhet.wire.contract import floating, poisonable
@@ -121,14 +120,8 @@ def resolve(values: Mapping[str, object]) -> Config:
 
 
 def resolve_flower(values: Mapping[str, object]) -> Config:
-    """Resolve Flower's run config. It contains every setting, so default values count as unset."""
-    return complete(replace(validate(from_flower(values)), explicit=frozenset()))
-
-
-@lru_cache(maxsize=8)
-def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
-    """Resolve the items of Flower's run config, with a cache for repeated calls."""
-    return resolve_flower(dict(items))
+    """Resolve settings from `from_flower`. Defaults count as unset, because no value is missing."""
+    return complete(replace(validate(values), explicit=frozenset()))
 
 
 def complete(given: GivenSettings, *, selects: bool = False) -> Config:
@@ -172,6 +165,10 @@ def complete(given: GivenSettings, *, selects: bool = False) -> Config:
         data["public_fraction"] = PUBLIC_FRACTION
     if (spec.needs_unlabeled or run.training.semi != "none") and not run.data.labeled_alpha:
         data["labeled_alpha"] = LABELED_ALPHA
+    for name in data:
+        if (setting := f"data.{kebab(name)}") in given.explicit:
+            problem = f"{run.method} needs {'public' if 'public' in name else 'unlabeled'} data"
+            raise invalid_setting(setting, 0, "a number above 0", problem)
     if run.data.validation_fraction == AUTO:
         # Clients with [privacy] send no scores on their own samples, so nothing could use them.
         selects = bool(selects or run.early_stopping or run.keep_best)
@@ -281,7 +278,8 @@ def _check_against_malice(config: Config) -> None:
         raise invalid_setting("defense.average", average, expected, problem)
     if average != "mean":
         malicious, count, required = honest_majority(run)
-        closes = closing(run.pace, clients_per_round(run.clients, run.fraction), count).min_replies
+        needed = clients_per_round(run.clients, run.fraction)
+        closes = replies_to_close(run.pace.min_replies, needed, count)
         if malicious and closes < required:
             raise SettingsError(
                 f"setting 'pace.min-replies': because the fastest {malicious} of {count} clients "
@@ -301,6 +299,26 @@ def _check_against_malice(config: Config) -> None:
         able = ", ".join(n for n, each in all_methods()[0].items() if each.spec.late == "averaged")
         problem = f"unsupported by {run.method} (supported by {able})"
         raise invalid_setting("pace.mode", run.pace.mode, "synchronous", problem)
+
+
+def honest_majority(run: RunSettings) -> tuple[int, int, int]:
+    """Return a round's numbers of malicious clients, sampled clients, and required replies.
+
+    A round with robust aggregation must not close before the required replies have arrived, because
+    all malicious clients may reply before the honest clients. Without robust aggregation, the
+    numbers of malicious clients and required replies are 0 and 1.
+    """
+    defense, members = run.defense, run.clients
+    needed = clients_per_round(members, run.fraction)
+    count = min(clients_to_sample(needed, run.pace.over_selection), members)
+    if defense.average == "mean":
+        return 0, count, 1
+    # Unless clients are selected at random, malicious clients can influence the selection, so that
+    # all of them may be in the round.
+    among = count if run.pace.select == "random" else members
+    malicious = min(max_malicious(among, defense.malicious_fraction), count)
+    required = min(min_replies(defense.average, malicious), count) if malicious else 1
+    return malicious, count, required
 
 
 def _check_privacy(config: Config) -> None:

@@ -199,7 +199,7 @@ def read_peers(path: str | Path) -> Peers:
         _check("least", values["least"], 1, MAX_PEERS)
         return Peers(tuple(map(_peer, sites)), **values)
 
-    return _read(path, parse, "Create it with `fedhet peers`, from the sites' public files.")
+    return _parse_file(path, parse, "Create it with `fedhet peers`, from the sites' public files.")
 
 
 def read_public(path: str | Path) -> Peer:
@@ -207,7 +207,7 @@ def read_public(path: str | Path) -> Peer:
 
     Raises SettingsError, naming the file and the entry, if it is invalid.
     """
-    return _read(path, _peer, "Create it with `fedhet certs DIR --peer NAME`, at the site.")
+    return _parse_file(path, _peer, "Create it with `fedhet certs DIR --peer NAME`, at the site.")
 
 
 def read_key(path: str | Path) -> X25519PrivateKey:
@@ -346,7 +346,9 @@ def readable(digest: bytes) -> str:
     return " ".join(text[start : start + 4] for start in range(0, len(text), 4))
 
 
-def _read(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed], remedy: str) -> _Parsed:
+def _parse_file(
+    path: str | Path, parse: Callable[[dict[str, Any]], _Parsed], remedy: str
+) -> _Parsed:
     """Read and parse a TOML file. Raises SettingsError, naming the file, if it is invalid."""
     try:
         return parse(read_toml_tables(Path(path)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -284,10 +284,13 @@ def gather(
 # --- code named by settings
 
 
-def imported_code(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (setting, module path) for every setting that names code to import.
+def checked_settings(
+    values: Mapping[str, object], check: Callable[[str, str], None]
+) -> dict[str, object]:
+    """Convert settings with `from_flower`, and check the code that they import.
 
-    An external method comes first, because reading the other settings imports it.
+    `check` is called with the name and the module path of every setting that names code, before the
+    code is imported.
     """
     # Import lazily: these modules load PyTorch, which commands without untrusted settings do not
     # need.
@@ -295,17 +298,19 @@ def imported_code(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     from fedhet.models import is_user_model
 
     if (method := str(values.get(METHOD, ""))) and method not in method_names():
-        yield METHOD, method
-    settings = from_flower(values)
+        check(METHOD, method)
+    settings = from_flower(values)  # This imports an external method.
     known = known_settings(settings)
     for setting, value in settings.items():
         kind = referent(known[setting]) if setting in known else ""
         if kind == A_DATASET:
             source, _, place = str(value).partition(":")
             if source in SOURCES and SOURCES[source].imports:
-                yield setting, place
+                check(setting, place)
         elif kind in ("", A_MODEL):  # Text in other settings might name a model.
-            yield from ((setting, name) for name in _texts(value) if is_user_model(name))
+            for name in filter(is_user_model, _texts(value)):
+                check(setting, name)
+    return settings
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -329,7 +334,8 @@ def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None
     `trust` and the environment variable FEDHET_TRUST are comma-separated lists of trusted modules.
     """
     allowed = f"{trust},{os.environ.get(TRUST_VARIABLE, '')}"
-    for setting, name in imported_code(values):
+
+    def check(setting: str, name: str) -> None:
         module = name.partition(":")[0]
         if module != OBJECTS and not is_listed(name, allowed):
             raise SettingsError(
@@ -337,6 +343,8 @@ def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None
                 f"trust it, use --trust {module}, trust={module!r} in Python, or "
                 f"{TRUST_VARIABLE}={module}."
             )
+
+    checked_settings(values, check)
 
 
 # --- validation

@@ -318,14 +318,14 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
         texts.append(text)
         western += [path] if encoding == "cp1252" else []
         size += len(content)
-        check_max_bytes(size, spec, path.parents[1])
+        check_max_bytes(size, spec, path.parent)
     if western:
         LOG.warning(
             "%s: %d of %d texts are not in UTF-8 and were decoded as Windows-1252; the first is "
             "%s",
-            western[0].parents[1], len(western), len(texts), western[0],
+            western[0].parent, len(western), len(texts), western[0],
         )  # fmt: skip
-    return tokenize(texts, spec, Path(files[0]).parents[1] if files else "")
+    return tokenize(texts, spec, Path(files[0]).parent if files else "")
 
 
 def _decoded(content: bytes, path: Path) -> tuple[str, str]:

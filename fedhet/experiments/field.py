@@ -343,8 +343,9 @@ def recommendations(results: FieldResults) -> Cells:
     """Build the table of the methods to try first, by situation and by test set.
 
     A row names the methods with the largest differences from local training whose confidence
-    intervals are above zero. It shows each difference with its standard error. A separate column
-    names methods with an even larger difference that is within noise, which more seeds may confirm.
+    intervals are above zero. It shows each difference with its standard error and the kind of the
+    model. A separate column names methods with an even larger difference that is within noise,
+    which more seeds may confirm.
     """
     rows = []
     for situation, protocol in product(SITUATIONS, PROTOCOLS):
@@ -354,7 +355,10 @@ def recommendations(results: FieldResults) -> Cells:
         measured = {name: d for name, d in each.items() if not math.isnan(d.mean)}
         better = [name for name in measured if measured[name].outcome() == "holds"]
         better.sort(key=lambda name: -measured[name].mean)
-        texts = [f"{name} {_points(measured[name])}" for name in better[:MAX_RECOMMENDED]]
+        kinds = results.runs.groupby("method")[f"{protocol} model"].first()
+        texts = [
+            f"{name} {_points(measured[name])} ({kinds[name]})" for name in better[:MAX_RECOMMENDED]
+        ]
         text = ", ".join(texts) or f"{BASELINE} (no method is clearly better)"
         least = max((measured[name].mean for name in better), default=0.0)
         unclear = [n for n in measured if measured[n].mean > least and n not in better]
@@ -389,39 +393,6 @@ def differences(results: FieldResults) -> Cells:
 
 def _points(gain: Difference) -> str:
     return f"{gain.mean:+.1f} ± {gain.se:.1f}".replace("-", "\N{MINUS SIGN}")
-
-
-def page_parts(results: FieldResults, says: str) -> dict[str, str]:
-    """Return the generated parts of docs/methods.md and docs/tables/field.md.
-
-    `says` describes the data in one word.
-    """
-    plan = results.plan
-    source = (
-        f"(`{command_of(plan)}`, {results.finished} runs on {says}, "
-        f"{results.hardware}, {results.made}.)\n"
-    )
-    traffic = costs(results)
-    by_method = dict(zip([c.text for c in traffic.columns["method"]], traffic.rows, strict=True))
-    table = ranks(results, spread=True)
-    names = [cell.text for cell in table.columns["method"]]
-    shown = Cells(
-        {
-            **table.columns,
-            **{
-                title: [by_method[n][list(traffic.columns).index(title)] if n in by_method
-                        else Cell("") for n in names]
-                for title in ("bytes",)
-            },
-        }
-    )  # fmt: skip
-    return {
-        "methods.md": f"{markdown(recommendations(results))}\n{source}",
-        "tables/field.md": "\n".join(
-            [source, markdown(shown), f"{RANKS} ±: standard deviation of the ranks over cells.\n",
-             f"{DIFFERENCES}\n", markdown(differences(results))]
-        ),
-    }  # fmt: skip
 
 
 def collect(plan: FieldPlan) -> FieldResults:

@@ -42,7 +42,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
-from fedhet.data.rows import read_table
+from fedhet.data.rows import ENDINGS, read_table
 from fedhet.data.site import site_outputs
 from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
@@ -916,6 +916,11 @@ def read_inputs(
     bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
     if record.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
+        if tables := [path for path in texts if path.lower().endswith(ENDINGS)]:
+            raise DataError(
+                f"{tables[0]}: expected a file with one text, got a table. Save each text as a "
+                ".txt file, or pass the texts to `result.predict` in Python."
+            )
         return texts, TEXTS.read(texts, bounds, None)
     arrays = [path for path in paths if path.suffix == ".npz"]
     if (

@@ -385,6 +385,8 @@ def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
         "type": "uint8" if takes_bytes else "float32",
         "scaling": "in the file" if takes_bytes else SCALING[record.stored],
     }
+    if trained.config.run.data.dataset == "digits":
+        description["values"] = "pixels of scikit-learn's digits (0 to 16) times 255 / 16"
     if record.kind == IMAGE.name:
         size = f"{shape[2]} x {shape[1]} pixels"
         resized = f"resized to {size} with bicubic interpolation in Pillow"

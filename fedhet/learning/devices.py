@@ -7,13 +7,11 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,51 +29,6 @@ some models, because tensors no longer fit into the cache and glibc returns thei
 system."""
 MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
 """Minimum and maximum of the evaluation batch size, in samples."""
-
-
-class _DeferredCompiler(ModuleType):
-    """Placeholder for `torch._dynamo`: imports the real module when an undefined attribute is used.
-
-    PyTorch's optimizers and torchvision import PyTorch's compiler, although only compiled graphs
-    need the compiler. The import takes longer than a small run.
-    """
-
-    @classmethod
-    def install(cls) -> None:
-        """Defer the import of the compiler, unless it has already been imported."""
-        if "torch._dynamo" not in sys.modules:
-            for name in ("torch._dynamo", "torch._dynamo.utils"):
-                sys.modules[name] = cls(name)
-            torch._dynamo = sys.modules["torch._dynamo"]
-
-    def __getattr__(self, name: str) -> Any:
-        """Import the compiler, and return its attribute `name`."""
-        is_package = self.__name__ == "torch._dynamo"
-        if name.startswith("__") and not (is_package and name in ("__path__", "__all__")):
-            raise AttributeError(name)  # `inspect` requests `__file__` from every module.
-        for each, module in list(sys.modules.items()):
-            if isinstance(module, _DeferredCompiler):
-                del sys.modules[each]
-        if isinstance(vars(torch).get("_dynamo"), _DeferredCompiler):
-            del torch._dynamo
-        return getattr(importlib.import_module(self.__name__), name)
-
-    @staticmethod
-    def disable(function: Any, *_: Any, **__: Any) -> Any:
-        """Return the function unchanged, because nothing is compiled."""
-        return function
-
-    @staticmethod
-    def graph_break(*_: Any, **__: Any) -> None:
-        """Do nothing, because nothing is compiled."""
-
-    @staticmethod
-    def is_compile_supported(device_type: Any) -> Any:
-        """Import the compiler, and return whether it supports a device type."""
-        return importlib.import_module("torch._dynamo").utils.is_compile_supported(device_type)
-
-
-_DeferredCompiler.install()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ device and read once per epoch.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,35 @@ class AllOutputs(LabelSpace):
         return logits, y
 
 
+class _Eager(torch.optim.Optimizer):
+    """Optimizer whose steps are never compiled, so that it does not import PyTorch's compiler.
+
+    PyTorch wraps these methods to exclude them from compiled graphs. The wrappers import the
+    compiler, which takes longer than a small run.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class SGD(_Eager, torch.optim.SGD):
+    """PyTorch's SGD, without its import of the compiler."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+class Adam(_Eager, torch.optim.Adam):
+    """PyTorch's Adam, without its import of the compiler."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class AdamW(_Eager, torch.optim.AdamW):
+    """PyTorch's AdamW, without its import of the compiler."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 @dataclass
 class Optimization:
     """Optimizer with a gradient scaler (for float16) and gradient clipping."""
@@ -159,9 +189,9 @@ def optimization_for(
 ) -> Optimization:
     """Create the optimizer configured in `settings` for `parameters`."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "sgd": partial(torch.optim.SGD, momentum=settings.momentum),
+        "adam": Adam,
+        "adamw": AdamW,
+        "sgd": partial(SGD, momentum=settings.momentum),
     }
     is_fused = compute.device.type in ("cpu", "cuda")
     optimizer = kinds[settings.optimizer](

@@ -176,4 +176,11 @@ def _find_class(name: str, path: str, base: str) -> Any:
             f"setting 'method' = '{name}': expected exactly one subclass of {BASES[base]}.{base} "
             f"in {path}, got {names}"
         )
+    # A state that is saved but not restored, or the reverse, would change resumed runs.
+    defined = [name for name in ("state_dict", "load_state_dict") if name in vars(leaves[0])]
+    if base == "HetStrategy" and len(defined) == 1:
+        raise SettingsError(
+            f"setting 'method' = '{name}': {leaves[0].__name__} in {path} must define both "
+            f"state_dict and load_state_dict, or neither, got only {defined[0]}"
+        )
     return leaves[0]

@@ -421,6 +421,11 @@ class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         {_aten.empty, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn}
     )
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because PyTorch imports its compiler to exclude a mode from graphs."""
+        return False
+
     def __init__(self, max_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._max_bytes, self._remaining = max_bytes, max_bytes

@@ -147,10 +147,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise StateError(
-            f"{path} not found: either no round has finished, or {path.parent} is not a run "
-            "directory"
-        ) from None
+        fault = f"either no round has finished, or {path.parent} is not a run directory"
+        if seeds := sorted(each.name for each in path.parent.glob("seed-*") if each.is_dir()):
+            fault = f"{path.parent} contains a run for each seed. Pass one of {', '.join(seeds)}."
+        raise StateError(f"{path} not found: {fault}") from None
     except OSError as error:
         raise StateError(f"cannot read {path}: {error_reason(error)}") from None
 

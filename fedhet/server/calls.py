@@ -188,8 +188,6 @@ class Call:
     message: FitIns | EvaluateIns | None
     """The instruction, or None if an earlier server process made the call."""
     timeout: float | None = None
-    began: float = 0.0
-    """Start time of the round on the run's clock, in seconds."""
 
     @property
     def name(self) -> str:
@@ -221,7 +219,7 @@ class CallOutcome:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the payload of a late training reply has been moved to `LateReplies`."""
+        """Whether the payload of a late training reply has been moved to disk."""
         return self.is_late and isinstance(self.result, FitRes)
 
     @property
@@ -239,8 +237,6 @@ class RoundResults:
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
-    reply_rounds: dict[str, int] = field(default_factory=dict)
-    """Round of the instruction for each late reply among `results`, by client."""
     at_work: set[str] = field(default_factory=set)
     """Clients that are still working on an instruction, so their replies will be late."""
     canceled: set[str] = field(default_factory=set)

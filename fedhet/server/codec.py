@@ -1,6 +1,6 @@
 """The server's codec: encodes instructions to clients and decodes their replies.
 
-`Codec` also counts the bytes of all messages, and stores the instructions that replies refer to.
+`Codec` also counts the bytes of all messages.
 
 `InstructionEncoder` sends full weights, or differences from earlier weights. If an encoding is set,
 the server also decodes its own messages, as the clients do. Each version of the weights is computed
@@ -34,7 +34,6 @@ from fedhet.server.round import RoundState
 from fedhet.wire.encodings import Coder, Encoded, RngKey
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
-    Bases,
     Envelope,
     Knowledge,
     Packing,
@@ -240,7 +239,6 @@ class Codec:
         state: RoundState,
         metrics: Sequence[str] = (ACCURACY,),
         *,
-        remember: bool = False,
         max_age: int = 0,
         encoder: InstructionEncoder | None = None,
         per_target: int = 1,
@@ -251,11 +249,9 @@ class Codec:
             run: Name of the run, which is part of each message.
             method: The method whose messages are encoded and decoded.
             max_bytes: Maximum size of a reply, in bytes.
-            state: State of the current round, which counts the bytes sent and received.
+            state: State of the current round, which counts the bytes sent and received. Its open
+                calls keep the instructions that replies refer to.
             metrics: Names of the metrics that clients measure.
-            remember: Whether to remember every training instruction until `forget` is called.
-                Otherwise, only instructions of the current round are remembered, and only if a
-                reply can refer to their weights.
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
             encoder: Encoder for the instructions; None sends the instructions unchanged.
             per_target: Number of a model's outputs for each class or target column.
@@ -263,12 +259,8 @@ class Codec:
         self._per_target = per_target
         self._run, self._method, self._state = run, method, state
         self._max_bytes, self._metrics, self._max_age = max_bytes, metrics, max_age
-        self._remember_all, self.encoder = remember, encoder or InstructionEncoder(None)
+        self._calls, self.encoder = state.calls, encoder or InstructionEncoder(None)
         self._lock = threading.Lock()
-        self._remembered: dict[str, dict[int, tuple[Knowledge, int]]] = {}
-        """Training instructions with the digests of their weights, by client and round."""
-        self._newest_round = 0
-        """The newest round with a remembered instruction."""
         self._last: dict[str, Instruction] = {}
         """The last message to each client, without payloads. Includes only messages with encoded
         weights, because a client may lack the base weights of such a message."""
@@ -288,7 +280,7 @@ class Codec:
         training: bool = True,
         differences: bool = True,
     ) -> dict[str, Parameters]:
-        """Encode and remember the instructions of several clients, and count their bytes.
+        """Encode and keep the instructions of several clients, and count their bytes.
 
         Args:
             round: The current round.
@@ -325,8 +317,8 @@ class Codec:
                         self._last.clear()
                     self._last_occasion = round, training
                     self._last[client] = replace(instruction, payloads={})
-            if training and (self._remember_all or digest):
-                self.remember(client, round, instruction.knowledge, digest)
+            if training:
+                self._calls.keep(client, round, instruction.knowledge, digest)
         self.encoder.drop_unused()
         return payloads
 
@@ -344,54 +336,13 @@ class Codec:
         return payload
 
     def cancel(self, round: int, clients: Iterable[str], *, training: bool = True) -> None:
-        """Forget messages from a round that were not sent, and subtract their bytes."""
+        """Close the calls of a round that were not made, and subtract their bytes."""
         for name in clients:
             message_round, size = self._sizes.get((name, training), (round, 0))
             if message_round == round:
                 self._state.count_sent(-size, training=training)
             if training:
-                self.forget(name, round)
-
-    # Methods for remembered instructions. They may be called from any thread.
-
-    def remembered(self, client: str, round: int) -> tuple[Knowledge | None, int]:
-        """Return a client's training instruction for a round, and the digest of its weights.
-
-        Returns (None, 0) if the instruction is not remembered. The digest is 0 if the instruction
-        has no weights that a reply can refer to.
-        """
-        with self._lock:
-            return self._remembered.get(client, {}).get(round, (None, 0))
-
-    def remember(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
-        """Remember a client's training instruction for a round.
-
-        The first instruction of a new round replaces the instructions from earlier rounds, unless
-        the codec remembers all rounds. An instruction that is read from disk for a late reply
-        replaces no other instruction.
-        """
-        with self._lock:
-            if not self._remember_all and round > self._newest_round:
-                self._remembered.clear()
-            self._newest_round = max(round, self._newest_round)
-            self._remembered.setdefault(client, {})[round] = knowledge, digest
-
-    def forget(self, client: str, round: int) -> None:
-        """Forget a client's training instruction for a round, if it is remembered."""
-        with self._lock:
-            rounds = self._remembered.get(client, {})
-            rounds.pop(round, None)
-            if not rounds:
-                self._remembered.pop(client, None)
-
-    def bases_of(self, client: str) -> Bases:
-        """Return a function that finds the base weights of a client's reply."""
-
-        def find_weights(envelope: Envelope, digest: int) -> Arrays | None:
-            sent, sent_digest = self.remembered(client, envelope.round)
-            return sent.tensors if sent is not None and sent_digest == digest else None
-
-        return find_weights
+                self._calls.close(name, round)
 
     # Methods for replies, which convert Flower's FitRes and EvaluateRes to Reply and Measured.
 
@@ -429,7 +380,7 @@ class Codec:
             else:
                 with self._state.drop_on_error(name):
                     yield self.decode(members[name].info, result_of[name])
-            self.forget(name, round)
+            self._calls.close(name, round)
 
     def decode(self, client: ClientInfo, result: FitRes) -> Reply:
         """Decode a client's reply, which may be late. Raises KnowledgeError if it is invalid."""
@@ -445,12 +396,15 @@ class Codec:
                 envelope, knowledge, magnitudes = payload.open()
             else:
                 check_size(bytes_of(payload), name, self._max_bytes)
-                arrays = read_arrays(payload, name, self._max_bytes)
-                envelope, knowledge = decode(arrays, name, self.bases_of(name), self._max_bytes)
+                arrays, bases = (
+                    read_arrays(payload, name, self._max_bytes),
+                    self._calls.bases_of(name),
+                )
+                envelope, knowledge = decode(arrays, name, bases, self._max_bytes)
             expect(envelope, run=self._run, method=self._method.name, round=round, sender=name)
             metric_names = measured_names(self._metrics, client.classes // self._per_target)
             measured = read_measures(name, result.metrics, self._method.spec.kinds, metric_names)
-        sent, _ = self.remembered(name, round)
+        sent, _ = self._calls.sent(name, round)
         return Reply(client, knowledge, measured, magnitudes, age, sent)
 
     def decode_evaluation(

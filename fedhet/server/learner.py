@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.base.transfer import all_to_device
 from fedhet.learning.devices import compute_for
+from fedhet.learning.schedule import Plateau, scheduled
 from fedhet.learning.training import (
     BatchLoss,
     all_finite,
@@ -80,10 +80,9 @@ class Learner:
                 then unchanged.
         """
         before = copy.deepcopy(self.model.state_dict())
-        training, seed = self.run.training, self.run.seed
-        factor = rate_factor(training, round, self.run.rounds, self.plateau)
-        scaled = training.model_copy(update={"lr": training.lr * factor})
-        optimizing = optimization_for(self.model.parameters(), scaled, self.compute)
+        training, seed = self.run.training.first(), self.run.seed
+        for_round = scheduled(training, round, self.run.rounds, self.plateau)
+        optimizing = optimization_for(self.model.parameters(), for_round, self.compute)
         optimizing.load_state(self.model, self._optimizer_state)
         self.model.train()
         with seeded(seed, SERVER, round, device=self.compute.device):

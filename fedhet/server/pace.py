@@ -19,11 +19,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flwr.common import Code, EvaluateIns, FitIns, FitRes, Parameters, Scalar, Status
+from flwr.common import EvaluateIns, FitIns, FitRes, Parameters, Scalar
 from flwr.server import History, Server
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -32,10 +31,9 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from fedhet.algorithms.rounds import (
     RECENT,
     Closing,
-    closing,
-    closing_of_evaluation,
-    honest_majority,
     is_hit,
+    median_duration,
+    replies_to_close,
 )
 from fedhet.base.errors import (
     FedhetError,
@@ -47,12 +45,11 @@ from fedhet.base.errors import (
     one_line,
 )
 from fedhet.base.seeding import numpy_rng
-from fedhet.config.resolve import Config
+from fedhet.config.resolve import Config, honest_majority
 from fedhet.data.store import RunData
 from fedhet.methods.registry import shipped_names
 from fedhet.runs.log import RunLog
 from fedhet.server.calls import (
-    NOTHING,
     Call,
     CallOutcome,
     CallPool,
@@ -62,7 +59,8 @@ from fedhet.server.calls import (
     UserCodeFault,
 )
 from fedhet.server.codec import Codec
-from fedhet.server.reply import LateReplies, ReplySpool, bytes_of
+from fedhet.server.open_calls import OpenCalls
+from fedhet.server.reply import ReplySpool, bytes_of
 from fedhet.settings.engine import DRAWN_CLOCK, PaceSettings
 from fedhet.settings.run import RunSettings
 
@@ -70,6 +68,8 @@ SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
 MAX_BYTES = 64 * 2**20
 """Maximum size of a file with measured devices, in bytes."""
+MIN_GRACE = 10.0
+"""Minimum grace period of an evaluation, in seconds."""
 CALLS_PER_WORKER = 2
 """Concurrent calls per worker: one client trains, and the next client waits for the worker."""
 
@@ -176,23 +176,34 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     return rows
 
 
+def closing(
+    pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = (), least: int = 1
+) -> Closing:
+    """Return the closing rule of a training round.
+
+    Args:
+        pace: Settings in `[pace]`.
+        needed: Number of replies that the round needs.
+        awaited: Number of clients from which replies are expected.
+        durations: Durations of the previous rounds, in seconds.
+        least: Minimum number of replies if `pace.min-replies` results in a lower number.
+    """
+    number = replies_to_close(pace.min_replies, needed, awaited, least)
+    return Closing(number, pace.grace, pace.max_seconds(median_duration(durations)))
+
+
+def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
+    """Return the closing rule of an evaluation.
+
+    After enough replies have arrived, an evaluation continues for as long as these replies took,
+    but at least MIN_GRACE seconds, because a client that misses the evaluation is not called again.
+    """
+    rule = closing(pace, calls, calls, durations)
+    return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
+
+
 Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
 """Pairs of a client proxy and a message, as in Flower."""
-
-
-@dataclass(frozen=True)
-class _AtWork:
-    """Client that is still training, or whose reply has not been used yet."""
-
-    call: Call
-    outcome: CallOutcome | None = None
-    """Outcome of the call, or None until the client has replied or failed."""
-    due: float = math.inf
-    """Time at which the reply arrives on the run's clock; infinity if unknown."""
-
-    @property
-    def is_usable(self) -> bool:
-        return self.outcome is not None and self.outcome.is_usable
 
 
 class Collector:
@@ -202,26 +213,20 @@ class Collector:
     """
 
     def __init__(
-        self, run: RunSettings, codec: Codec, late: LateReplies, spool: ReplySpool | None
+        self, run: RunSettings, codec: Codec, calls: OpenCalls, spool: ReplySpool | None
     ) -> None:
         """Create the collector.
 
         Args:
             run: Settings of the run.
-            codec: Codec that remembers the instructions to which late replies respond.
-            late: Store for late replies.
+            codec: Codec that counts the bytes of the messages.
+            calls: Open calls of the run.
             spool: Store for the current round's replies on disk; None keeps the replies in memory.
         """
-        self._pace, self._codec, self._late, self._spool = run.pace, codec, late, spool
+        self._pace, self._codec, self._calls, self._spool = run.pace, codec, calls, spool
         self._min_replies = honest_majority(run)[2]
         self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
-        # `_store_late` is not a method, because the pool must not refer to the collector.
-        # Otherwise, a run that has ended would hold the lock on its directory until the next
-        # garbage collection.
-        self._store_late = partial(_store_late, codec, late)
-        self._pool = CallPool(1, self._store_late)
-        self._at_work: dict[str, _AtWork] = {}
-        """Clients that were called to train and whose replies have not been used yet, by name."""
+        self._pool = CallPool(1, calls.store)
         self._evaluating: set[str] = set()
         """Clients that were called to evaluate and have not replied."""
         self._evaluated: list[CallOutcome] = []
@@ -232,17 +237,17 @@ class Collector:
 
     def open(self, max_concurrent: int) -> None:
         """Create a pool that calls at most `max_concurrent` clients at the same time."""
-        self._pool = CallPool(max_concurrent, self._store_late)
+        self._pool = CallPool(max_concurrent, self._calls.store)
 
     def close(self) -> None:
         """Let each thread exit after its current call, and discard all calls."""
         self._pool.shutdown()
-        self._at_work.clear()
+        self._calls.end()
 
     @property
     def clients_at_work(self) -> set[str]:
         """Clients that cannot be called, because they are busy or have an unused reply."""
-        return self._at_work.keys() | self._evaluating
+        return self._calls.at_work | self._evaluating
 
     # Methods for a round.
 
@@ -258,11 +263,11 @@ class Collector:
             timeout: Time limit of each call in seconds, or None for no limit.
         """
         began = self._now()
-        calls = _calls(instructions, round, timeout, began)
+        calls = _calls(instructions, round, timeout)
         called = {call.name for call in calls}
-        self._at_work |= {call.name: _AtWork(call) for call in calls}
+        self._calls.begin(called, round, began)
         awaits_earlier_calls = self._pace.is_asynchronous or not calls
-        awaited = set(self._at_work) if awaits_earlier_calls else called
+        awaited = self._calls.at_work if awaits_earlier_calls else called
         rule = closing(
             self._pace, needed if calls else 1, len(awaited), self._durations, self._min_replies
         )
@@ -273,13 +278,13 @@ class Collector:
             ends = self._now()
         else:
             self._wait(calls, called, Closing(len(calls)))
-            dues = [self._at_work[name].due for name in awaited if self._at_work[name].is_usable]
+            dues = [self._calls[name].due for name in awaited if self._calls[name].is_usable]
             ends = self._simulated = results.clock = rule.closing_time(dues, began)
         if ends > began:  # A simulated round without a reply takes no time.
             self._durations = [*self._durations, ends - began][-RECENT:]
-        for name in sorted(self._at_work):
+        for name in sorted(self._calls.at_work):
             self._collect(name, round, ends, results)
-        results.at_work = set(self._at_work)
+        results.at_work = self._calls.at_work
         return results
 
     def evaluate(
@@ -302,40 +307,21 @@ class Collector:
         results.at_work = set(self._evaluating)
         return results
 
-    def remove_used(self, clients: Iterable[str]) -> None:
-        """Remove from disk the late replies that the last round has used.
-
-        Call this after the checkpoint of the round is written.
-        """
-        self._late.remove(set(clients) - self._at_work.keys())
-
     # Methods for checkpoints.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state for a checkpoint."""
-        jobs = {
-            name: [work.call.round, work.call.began, work.due if work.outcome else None]
-            for name, work in self._at_work.items()
-        }
+        jobs = self._calls.to_dict()
         return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `to_dict`.
 
         Raises ValueError, KeyError or TypeError if the state is invalid.
-
-        Only clients whose late replies are stored on disk are restored as busy. All other busy
-        clients were still training when the server ended, so they are called again.
         """
         self._simulated = float(saved["clock"])
         self._durations = [float(seconds) for seconds in saved["durations"]]
-        jobs = {str(name): job for name, job in saved["jobs"].items()}
-        rounds = {name: int(job[0]) for name, job in jobs.items()}
-        for name, round in self._late.restore(rounds).items():
-            began, due = map(float, jobs[name][1:] if self._clock else (0.0, 0.0))
-            call = Call(NamedProxy(name), round, None, began=began)
-            result = FitRes(Status(Code.OK, ""), NOTHING, 0, {})
-            self._at_work[name] = _AtWork(call, CallOutcome(call, result, is_late=True), due)
+        self._calls.load_dict(saved["jobs"], is_simulated=self._clock is not None)
 
     # Private helpers.
 
@@ -349,10 +335,9 @@ class Collector:
         because it has nothing else to do.
         """
         began = time.monotonic()
-        arrived = [self._at_work[name] for name in awaited & self._at_work.keys()]
-        arrived = [work for work in arrived if work.outcome is not None]
-        missing = awaited - {work.call.name for work in arrived}
-        times = sorted(work.due - began for work in arrived if work.is_usable)
+        at_work = {name: self._calls[name] for name in awaited & self._calls.at_work}
+        missing = awaited - {name for name, call in at_work.items() if call.outcome is not None}
+        times = sorted(call.due - began for call in at_work.values() if call.is_usable)
         self._pool.submit(calls)
         while (seconds := rule.remaining_wait(time.monotonic() - began, times, len(missing))) > 0:
             outcome = self._pool.next_outcome(seconds)
@@ -360,8 +345,6 @@ class Collector:
                 missing.remove(outcome.call.name)
                 times += [outcome.received_at - began] if outcome.is_usable else []
         canceled = self._pool.cancel_pending()
-        for name in canceled:
-            self._at_work.pop(name, None)
         self._evaluating -= canceled
         in_progress = [call for call in calls if call.name in missing - canceled]
         if self._pool.max_concurrent > 1:
@@ -378,14 +361,14 @@ class Collector:
             self._evaluating.remove(call.name)
             self._evaluated += [] if outcome.is_late else [outcome]
             return call.name
-        due = outcome.received_at
+        open_call, due = self._calls[call.name], outcome.received_at
         if self._clock is not None:
-            due = call.began  # A failure takes no simulated time.
+            due = open_call.began  # A failure takes no simulated time.
             if outcome.is_usable and isinstance(outcome.result, FitRes):
                 size = outcome.bytes_sent + bytes_of(outcome.result.parameters)
                 work = outcome.samples_processed
                 due += self._clock.seconds(call.name, call.round, work, size)
-        self._at_work[call.name] = _AtWork(call, outcome, due)
+        open_call.outcome, open_call.due = outcome, due
         return call.name
 
     def _collect(self, name: str, round: int, ends: float, results: RoundResults) -> None:
@@ -393,57 +376,35 @@ class Collector:
 
         On a simulated clock, a reply that is due after the round closed is stored on disk.
         """
-        work = self._at_work[name]
-        call, outcome = work.call, work.outcome
+        call = self._calls[name]
+        outcome = call.outcome
         if outcome is None:
             return
-        if work.due > ends:
+        if call.due > ends:
             if isinstance(outcome.result, FitRes) and not outcome.is_on_disk:
-                stored = self._store_late(call, outcome.result)
-                outcome = replace(outcome, result=stored, is_late=True)
-                self._at_work[name] = replace(work, outcome=outcome)
+                stored = self._calls.store(outcome.call, outcome.result)
+                call.outcome = replace(outcome, result=stored, is_late=True)
             return
-        del self._at_work[name]
-        if call.round != round:
-            results.reply_rounds[name] = call.round
-        if call.message is not None or self._clock is not None:
-            results.seconds[name] = work.due - call.began
-        results.add(self._read_late(outcome) if outcome.is_on_disk else outcome)
-
-    def _read_late(self, outcome: CallOutcome) -> CallOutcome:
-        """Read a late reply and its instruction from disk, and remember the instruction."""
-        name = outcome.call.name
+        if outcome.call.message is not None or self._clock is not None:
+            results.seconds[name] = call.due - call.began
         try:
-            result, round, sent, digest = self._late.get(name)
-            if sent is not None:
-                self._codec.remember(name, round, sent, digest)
-            if self._spool is not None:
-                stored = self._spool.put(name, result.parameters)
-                result = replace(result, parameters=stored)
+            outcome = self._calls.collect(name, round)
+            if outcome.is_on_disk and self._spool is not None:
+                assert isinstance(outcome.result, FitRes)
+                spooled = self._spool.put(name, outcome.result.parameters)
+                outcome = replace(outcome, result=replace(outcome.result, parameters=spooled))
         except (StateError, OSError) as error:
             failure = ClientFailureError(name, str(error))
-            return replace(outcome, result=None, error=failure)
-        return replace(outcome, result=result)
+            outcome = replace(outcome, result=None, error=failure)
+        results.add(outcome)
 
 
-def _calls(
-    instructions: Instructions, round: int, timeout: float | None, began: float = 0.0
-) -> list[Call]:
+def _calls(instructions: Instructions, round: int, timeout: float | None) -> list[Call]:
     return [
-        Call(proxy, round, message, timeout, began)
+        Call(proxy, round, message, timeout)
         for proxy, message in instructions
         if isinstance(proxy, NamedProxy)
     ]
-
-
-def _store_late(codec: Codec, late: LateReplies, call: Call, result: FitRes) -> FitRes:
-    """Move a late reply and its instruction to disk, and return the reply without its payload.
-
-    Raises StateError if a file cannot be written.
-    """
-    late.put(call.name, result, call.round, *codec.remembered(call.name, call.round))
-    codec.forget(call.name, call.round)
-    return replace(result, parameters=NOTHING)
 
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None

@@ -3,20 +3,14 @@
 A reply that contains weights is decoded and written to a file when it arrives. When its weights are
 used, they are mapped from the file one tensor at a time, so the server's memory does not grow with
 the number of clients. Only the codec needs to know whether a payload is in memory or on disk.
-
-A late reply and the client's instruction are stored in the run's directory until a later round uses
-them. The client's update is the difference between the reply and the instruction. No late reply is
-lost if the server is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -24,11 +18,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
-from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
+from flwr.common import Parameters, ndarrays_to_parameters
 
 from fedhet.algorithms.rounds import staleness_weight
-from fedhet.base.arrays import Array, OnDemand, group, grouped
+from fedhet.base.arrays import Array, OnDemand
 from fedhet.base.disk import Folder
 from fedhet.base.errors import (
     REPLY,
@@ -39,10 +32,9 @@ from fedhet.base.errors import (
     error_text,
 )
 from fedhet.runs.measures import Measured
-from fedhet.runs.storage import load, load_metadata, save
 from fedhet.wire.contract import Contract
 from fedhet.wire.encodings import STATISTICS
-from fedhet.wire.identity import ClientInfo, is_name
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import (
     Bases,
     Envelope,
@@ -74,7 +66,7 @@ class Reply:
     age: int = 0
     """Number of rounds since the client received its instruction; 0 if the reply is not late."""
     sent: Knowledge | None = field(default=None, repr=False)
-    """Content of the client's instruction, or None if the codec does not remember it."""
+    """Content of the client's instruction, or None if it was not kept."""
     clients: tuple[str, ...] = ()
     """Names of the clients whose replies are summed in this reply; empty for a single client."""
     is_scaled: bool = False
@@ -332,113 +324,3 @@ class SpooledPayload(StoredPayload):
                 f"cannot read the reply of {self._path.name}: {error_reason(error)}. A method "
                 "that uses the weights of a reply after the round must copy them."
             ) from error
-
-
-LATE_DIRECTORY, SUFFIX = "late", ".safetensors"
-
-
-class LateReplies:
-    """On-disk store for the late replies of one run, with at most one reply per client."""
-
-    def __init__(self, directory: Path, run: str, max_bytes: float = math.inf) -> None:
-        """Create the store for the run named `run`, in the run's directory.
-
-        Of a reply larger than `max_bytes`, only the size is written, so the reply is refused later.
-        """
-        self._directory, self._path, self._run = directory, directory / LATE_DIRECTORY, run
-        self._max_bytes = max_bytes
-
-    def put(
-        self, client: str, result: FitRes, round: int, sent: Knowledge | None, digest: int
-    ) -> None:
-        """Write a client's reply to disk atomically. Raises StateError if writing fails.
-
-        Args:
-            client: Name of the client.
-            result: The client's reply.
-            round: The round of the instruction to which the client replied.
-            sent: Content of the instruction, or None if the codec does not remember it.
-            digest: Digest of the weights in `sent`, if the reply is encoded as a difference from
-                these weights.
-        """
-        payload, size = result.parameters, bytes_of(result.parameters)
-        if isinstance(payload, SpooledPayload):
-            payload = payload.read()
-        arrays = {
-            str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-            for number, data in enumerate(payload.tensors if size <= self._max_bytes else ())
-        }
-        instruction = sent or Knowledge()
-        base = {
-            name: torch.from_numpy(np.array(value, order="C"))
-            for name, value in instruction.tensors.items()
-        }
-        metadata: dict[str, int | float | str] = {
-            "run": self._run,
-            "client": client,
-            "round": round,
-            "code": result.status.code.value,
-            "message": result.status.message,
-            "samples": result.num_examples,
-            "metrics": json.dumps(dict(result.metrics), default=repr),
-            "arrays": len(arrays),
-            "size": size,
-            "sent": sent is not None,
-            "digest": digest,
-            "scalars": json.dumps(dict(instruction.scalars)),
-        }
-        tensors = grouped("payload", arrays) | grouped("sent", base)
-        save(self._file(client), tensors, metadata, self._directory)
-
-    def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
-        """Return the arguments that `put` received for a client.
-
-        Raises StateError if the reply cannot be read.
-        """
-        path = self._file(client)
-        tensors, metadata = load(path)
-        payload, base = group(tensors, "payload"), group(tensors, "sent")
-        try:
-            arrays = [payload[str(n)].numpy().tobytes() for n in range(int(metadata["arrays"]))]
-            result = FitRes(
-                Status(Code(metadata["code"]), str(metadata["message"])),
-                StoredPayload(arrays, "numpy.ndarray", int(metadata["size"])),
-                int(metadata["samples"]),
-                json.loads(str(metadata["metrics"])),
-            )
-            instruction = Knowledge(
-                {name: value.numpy() for name, value in base.items()},
-                json.loads(str(metadata["scalars"])),
-            )
-            sent = instruction if metadata["sent"] else None
-            return result, int(metadata["round"]), sent, int(metadata["digest"])
-        except (LookupError, ValueError, TypeError, RecursionError) as error:
-            raise StateError(f"{path} is not a late reply saved by fedhet: {error!r}") from error
-
-    def remove(self, clients: Collection[str]) -> None:
-        """Remove the replies of some clients."""
-        if clients:
-            folder = Folder(self._path, self._directory)
-            folder.remove(self._file(client).name for client in clients)
-
-    def restore(self, rounds: Mapping[str, int]) -> dict[str, int]:
-        """Find this run's replies for the given rounds, and remove all other replies.
-
-        Args:
-            rounds: The round of each client's late reply.
-
-        Returns:
-            The entries of `rounds` whose replies are on disk.
-        """
-        names = {path.stem for path in self._path.glob(f"*{SUFFIX}") if is_name(path.stem)}
-        restored: dict[str, int] = {}
-        for name in names & rounds.keys():
-            with contextlib.suppress(StateError):
-                metadata = load_metadata(self._file(name))
-                if (metadata.get("run"), metadata.get("round")) == (self._run, rounds[name]):
-                    restored[name] = rounds[name]
-        self.remove(names - restored.keys())
-        return restored
-
-    def _file(self, client: str) -> Path:
-        return self._path / f"{client}{SUFFIX}"

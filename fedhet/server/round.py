@@ -27,6 +27,7 @@ from fedhet.runs.measures import Measured, relative, spread, summarize
 from fedhet.runs.records import VALIDATION, ByMetric, Headline, RoundRecord, Seconds
 from fedhet.server.calls import RoundResults
 from fedhet.server.members import ClientHealth, Outcome
+from fedhet.server.open_calls import OpenCalls
 from fedhet.server.reply import Magnitudes, medians
 from fedhet.settings.run import RunSettings
 
@@ -73,6 +74,7 @@ class RoundState:
         notice: Callable[[str], None],
         health: ClientHealth | None = None,
         headline: Headline | None = None,
+        calls: OpenCalls | None = None,
     ) -> None:
         """Create the state.
 
@@ -81,13 +83,13 @@ class RoundState:
             notice: Function that shows a message to the user.
             health: Counts of the clients' failures, or None to exclude no client.
             headline: Headline that the method declares, or None for the default.
+            calls: Open calls of the run, or None if no reply can be late.
         """
         self.record = RoundRecord(0)
         self.selection = Selection(())
         self.needed = 0
         """Number of replies that the round needs, before 'pace.min-replies' is applied."""
-        self.reply_rounds: dict[str, int] = {}
-        """Round of the instruction for each late reply received in this round, by client."""
+        self.calls = calls or OpenCalls()
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(headline or Headline()), RoundClock()
         self.rollback = Rollback()
@@ -110,8 +112,8 @@ class RoundState:
         """Start a round."""
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
-            self._outcomes, self._magnitudes, self.reply_rounds = {}, {}, {}
-            self._misconduct = set()
+            self._outcomes, self._magnitudes, self._misconduct = {}, {}, set()
+            self.calls.start_round()
             self.clock.start()
 
     def record_selection(
@@ -141,14 +143,13 @@ class RoundState:
         record = self.record
         record.asked = sorted({*record.asked} - results.canceled)
         record.late, record.clock = sorted(results.at_work), results.clock
-        self.reply_rounds = dict(results.reply_rounds)
         if quiet:
             return
         if late := [name for name in record.late if name in {*record.asked}]:
             self.notice(
                 f"round {record.round} closed without {', '.join(late)} (late: still training)"
             )
-        for name, number in sorted(self.reply_rounds.items()):
+        for name, number in sorted(self.calls.late_rounds.items()):
             self.notice(f"client {name}'s reply for round {number} arrived in round {record.round}")
 
     @property
@@ -160,11 +161,11 @@ class RoundState:
         """
         late = {*self.record.late}
         on_time = {name for name in self.record.asked if name not in late}
-        return sorted(on_time | {*self.reply_rounds})
+        return sorted(on_time | {*self.calls.late_rounds})
 
     def age_of(self, name: str) -> int:
         """Return the age of a client's reply in rounds; 0 if the reply is not late."""
-        return self.record.round - self.reply_rounds.get(name, self.record.round)
+        return self.record.round - self.calls.late_rounds.get(name, self.record.round)
 
     def count_sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a training or evaluation message to a client."""

@@ -502,7 +502,7 @@ class Unmasking:
 
     def _layout(self, group: Group, client: ClientInfo, sizes: SizesOf) -> Layout:
         lane, sites = self._sums[group.number], len(group.cohort)
-        return Layout.of(lane, self._contract, sizes(client), sites, self._settings)
+        return Layout.for_reply(lane, self._contract, sizes(client), sites, self._settings)
 
     def _write(self) -> None:
         """Write the requests of the last rounds to disk. Raises StateError if writing fails."""

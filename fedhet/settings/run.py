@@ -332,7 +332,7 @@ class TrainingSettings(Schema):
         return {name: pool for name, pool in values.items() if isinstance(pool, tuple)}
 
     def first(self) -> TrainingSettings:
-        """Return a copy with the first value of each list."""
+        """Return the server's settings: a copy with the first value of each list."""
         return self.model_copy(update={name: pool[0] for name, pool in self.pools().items()})
 
     @property

@@ -64,8 +64,9 @@ from fedhet.server.members import (
     Members,
     first_of_pool,
 )
+from fedhet.server.open_calls import LateReplies, OpenCalls
 from fedhet.server.pace import Collector
-from fedhet.server.reply import LateReplies, Reply, ReplySpool
+from fedhet.server.reply import Reply, ReplySpool
 from fedhet.server.round import RoundState, Selection, track_divergence
 from fedhet.server.selection import ClientSampler
 from fedhet.server.steps import steps_of
@@ -135,8 +136,6 @@ class HetStrategy(Strategy):
     """Instruction for all clients, if the method sends the same instruction to every client."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
-        # If a training setting has several values for the clients, the server uses the first value.
-        config = config.replacing(training=config.run.training.first())
         self.run, self.settings, self.log = config.run, config.method_settings, log
         self.spec = config.method.spec  # The configured method may extend the subclass's method.
         self.data = data or RunData.of(config.run)
@@ -145,19 +144,23 @@ class HetStrategy(Strategy):
         self._code_faults = UserCodeFaults(log.notice, strict=self.run.engine.strict)
         self._members = Members.of(config, self.data, log.notice, self._code_faults)
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
-        health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
-        self.state = RoundState(log.workers, log.notice, health, Headline.of(spec))
-        # The codec encodes instructions and decodes replies. The spool stores replies on disk.
         limit = int(engine.max_payload_mb * 1e6)
+        late = LateReplies(log.directory, log.run_name, limit)
+        keep_all = pace.may_be_late and spec.late != "refused"
+        calls = OpenCalls(late, keep_all=keep_all)
+        health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
+        self.state = RoundState(log.workers, log.notice, health, Headline.of(spec), calls)
+        # The codec encodes instructions and decodes replies. The spool stores replies on disk.
         self._codec = Codec(
             log.run_name,
             config.method,
             limit,
             self.state,
             self.run.metrics,
-            remember=pace.may_be_late and spec.late != "refused",
             max_age=pace.max_age,
-            encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
+            encoder=InstructionEncoder(
+                Coder.for_contract(self.run.wire, spec.instructions, self.run.seed)
+            ),
             per_target=self.task.outputs(1),
         )
         replies, self._unmasking = spec.replies, None
@@ -166,12 +169,11 @@ class HetStrategy(Strategy):
             self._unmasking = Unmasking(
                 config, log.run_name, self.state, log.directory, engine.join_timeout
             )
-        self._spool = ReplySpool(log.directory / "inbox", limit, replies, self._codec.bases_of)
+        self._spool = ReplySpool(log.directory / "inbox", limit, replies, calls.bases_of)
         self._used_spool = self._spool if spec.large_messages or replies.weights else None
         # Limit the number of large instructions that exist at the same time.
         self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
-        self._late = LateReplies(log.directory, log.run_name, limit)
-        self.collector = Collector(self.run, self._codec, self._late, self._used_spool)
+        self.collector = Collector(self.run, self._codec, calls, self._used_spool)
         self._sampler = ClientSampler(self.run)
         self._instruct_error: Exception | None = None
         """Error in the creation of a large instruction, which occurred in another thread."""
@@ -398,7 +400,7 @@ class HetStrategy(Strategy):
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
         self._spool.clear()  # An earlier process may have left replies on disk.
         if not self.log.resumed:
-            self._late.restore({})
+            self.state.calls.load_dict({}, is_simulated=False)
         all_members = self._members.wait_for_first(
             client_manager, self.run.clients, self.run.engine
         )
@@ -523,7 +525,7 @@ class HetStrategy(Strategy):
         self._code_faults.report(failures)
         torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
         with self._spool.read():
-            trained = {*self.state.selection.training, *self.state.reply_rounds}
+            trained = {*self.state.selection.training, *self.state.calls.late_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
             replies: Iterable[Reply] = self._codec.decode_all(results, failures, self.members)
             instruct = partial(self.instruct, server_round)
@@ -679,7 +681,7 @@ class HetStrategy(Strategy):
         tensors = {**self.state_dict(), **self._codec.encoder.state_dict()}
         kept = {self.state.rollback.good, self.log.best_round}
         self.log.checkpoints.write(record.round, tensors, metadata, kept)
-        self.collector.remove_used(self.state.reply_rounds)
+        self.state.calls.remove_used()
 
 
 def check_instructions(

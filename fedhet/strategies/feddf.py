@@ -158,7 +158,7 @@ class FedDfStrategy(HetStrategy):
         """
         settings, student = self.settings, self._network(name, average).train()
         adam = {"optimizer": "adam", "lr": settings.lr, "weight_decay": 0.0}
-        training = self.run.training.model_copy(update=adam)
+        training = self.run.training.first().model_copy(update=adam)
         optimizing = optimization_for(student.parameters(), training, self.compute)
         rows = torch.arange(len(self.x), device=self.compute.device)
         steps = settings.epochs * len(batches(len(rows), settings.batch_size, torch.Generator()))

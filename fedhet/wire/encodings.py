@@ -274,7 +274,7 @@ class Coder:
         self._fields = {each.name: each for each in contract.fields}
 
     @classmethod
-    def of(cls, settings: WireSettings, contract: Contract, seed: int) -> Coder | None:
+    def for_contract(cls, settings: WireSettings, contract: Contract, seed: int) -> Coder | None:
         """Create the coder for a contract, or return None if all tensors are sent unchanged."""
         rules = rules_of(settings)
         return cls(rules, contract, seed) if rules else None

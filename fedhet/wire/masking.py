@@ -126,7 +126,7 @@ class Layout:
     """Tensors in order; tensors in 64-bit words precede tensors in 32-bit words."""
 
     @classmethod
-    def of(
+    def for_reply(
         cls, lane: Sum, contract: Contract, sizes: Sizes, sites: int, settings: object
     ) -> Layout:
         """Return the layout of a lane for replies with the given contract and sizes."""

@@ -1,6 +1,6 @@
 """Generator of the reference documentation from the declarations in the code.
 
-`python -m fedhet.config.reference`, run in the project's root directory, writes:
+`python -m tools.reference`, run in the project's root directory, writes:
 
 - docs/reference.md: the settings that every run has
 - docs/methods/NAME.md: the properties and settings of a method, and the paper's experiment
@@ -26,23 +26,20 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic.fields import FieldInfo
 
+from fedhet.config.describe import defenses, literal, privacy, setting_rows, summed, tasks
+from fedhet.config.resolve import resolve
 from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
-from fedhet.kinds import IMAGE, KINDS
+from fedhet.kinds import IMAGE
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import Late, MethodSpec
-from fedhet.settings.defense import ROBUST
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import allowed_values, kebab, nest, plain
-from fedhet.settings.text import as_text
-from fedhet.tasks import LIKELIHOOD, LOSS, TASKS
-from fedhet.wire.contract import Contract
+from fedhet.settings.schema import nest
 
 HEAD = """# Reference of the settings
 
@@ -54,13 +51,9 @@ generates this page.
 values, which are assigned to the clients in turn.
 """
 BEGIN, END = "<!-- make reference -->", "<!-- end -->"
-SETTING_COLUMNS = ("setting", "default", "allowed values", "description")
 REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
-FIELD_COLUMNS = ("field", "type", "description")
 HEADLINE_COLUMNS = ("method", "common", "personal", "model in the paper")
 METHOD_COLUMNS = ("method", "description", "requires")
-SUMMED_WITHIN = {"all": "all clients", "architecture": "the clients of each architecture"}
-"""Description of the clients whose replies are summed, for each value of `within`."""
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with privacy")
 SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
@@ -72,7 +65,7 @@ API_COLUMNS = ("name", "purpose")
 _DIRECTIVE = re.compile(r"^(?:## (.+)|\.\. auto\w+:: (\S+)\n((?:   .*\n)*))", re.MULTILINE)
 _DOCUMENTED = (property, cached_property, classmethod, staticmethod)
 """Types of class attributes with docstrings, other than functions."""
-PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
+PAPER_SETTINGS = Path(__file__).with_name("paper_settings.toml")
 
 
 def reference(root: Path) -> dict[Path, str]:
@@ -93,7 +86,7 @@ def reference(root: Path) -> dict[Path, str]:
             {m.name: m.spec.privacy.mechanism or "unsupported" for m in methods},
         ),
         docs / "secure-aggregation.md": _grouped(
-            SUMMED_COLUMNS, {m.name: _summed(m) for m in methods if not m.spec.sums.unsupported}
+            SUMMED_COLUMNS, {m.name: summed(m) for m in methods if not m.spec.sums.unsupported}
         ),
         **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
     }
@@ -308,30 +301,6 @@ def _own_settings(method: Method) -> str:
     return in_markdown(("setting and default", "paper", "description"), rows)
 
 
-def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
-    """Return the name, default, allowed values and description of each setting."""
-    return [
-        (name, _literal(info.default), allowed_values(info, brief=True), info.description or "")
-        for name, info in settings.items()
-    ]
-
-
-def _literal(value: object) -> str:
-    return json.dumps(plain(value), ensure_ascii=False)
-
-
-def default_models(method: Method) -> str:
-    """Return a sentence with the method's default models for each kind of data."""
-    parts = [as_text(method.spec.pool(IMAGE))]
-    for kind in KINDS.values():
-        if kind is not IMAGE:
-            defaults = method.spec.defaults(kind).items()
-            changed = [f"{method.table}.{kebab(name)} = {model}" for name, model in defaults]
-            pool = as_text(method.spec.pool(kind))
-            parts.append(f"for {kind.plural}, {', and '.join([pool, *changed])}")
-    return f"Default models: {'; '.join(parts)}."
-
-
 def headline(method: Method) -> str:
     """Return a sentence about the model and the test set that represent a method."""
     spec = method.spec
@@ -340,76 +309,6 @@ def headline(method: Method) -> str:
     more = f" (`{other}`: `{spec.deployed[other]}`)" if spec.deployed[other] != kind else ""
     paper = f" Model in the paper: {spec.paper_model}." if spec.paper_model else ""
     return f"Headline score: `{spec.headline}`, kind `{kind}`{more}.{paper}"
-
-
-def privacy(method: Method) -> str:
-    """Return a sentence about the method's support for differential privacy."""
-    rule = method.spec.privacy
-    if rule.unsupported:
-        return f"Privacy (`privacy.epsilon`): unsupported, because {rule.unsupported}."
-    needs = _requirements(method, rule.needs)
-    requirement = f"; requires {needs}, because {rule.reason}" if needs else ""
-    return f"Privacy (`privacy.epsilon`): {rule.mechanism}{requirement}."
-
-
-def _requirements(method: Method, needs: Mapping[str, tuple[Any, ...]]) -> str:
-    """Return the required settings of a method as NAME=VALUE, separated by commas."""
-    return ", ".join(
-        f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
-        for name, allowed in needs.items()
-    )
-
-
-def summation(method: Method) -> str:
-    """Return a sentence about the method's support for secure aggregation."""
-    return f"Secure aggregation (`privacy.secure-aggregation`): {_summed(method)}."
-
-
-def _summed(method: Method) -> str:
-    """Return a method's entry in the table about secure aggregation."""
-    rule = method.spec.sums
-    if rule.unsupported:
-        return f"unsupported: {rule.unsupported}"
-    lanes = rule.of(method.spec.settings())
-    sums = [f"{', '.join(lane.fields)} of {SUMMED_WITHIN[lane.within]}" for lane in lanes]
-    needs = _requirements(method, rule.needs)
-    servers = {lane.server for lane in lanes}
-    resists = "any server" if servers == {"malicious"} else "a server that follows the protocol"
-    protected = f"; protects a site from {resists}"
-    return f"sums of {'; '.join(sums)}" + (f"; requires {needs}" if needs else "") + protected
-
-
-def tasks(method: Method) -> str:
-    """Return a sentence about the tasks that a method supports, and the settings they require."""
-    spec = method.spec
-    losses = " or ".join(
-        dict.fromkeys(loss for t in spec.tasks for loss in spec.losses(TASKS[t]()))
-    )
-    parts = ["all"]
-    if spec.needs_task != LOSS:
-        parts = [", ".join(spec.tasks), f"no other task, because {spec.only_tasks}"]
-    if spec.needs_task == LIKELIHOOD:
-        parts.append(f"data.loss must be {losses}")
-    for needs, which in ((spec.with_classes, "with"), (spec.without_classes, "without")):
-        if needs:
-            parts.append(f"tasks {which} classes require {_requirements(method, needs)}")
-    return f"Tasks (`data.task`): {'; '.join(parts)}."
-
-
-def defenses(method: Method) -> str:
-    """Return a sentence with the robust aggregation rules that a method supports."""
-    rules, robustness = ", ".join(method.spec.defenses) or "none", method.spec.robustness
-    rules = "all rules" if method.spec.defenses == ROBUST else rules
-    note = f"; {robustness}" if robustness and not method.spec.defenses else ""
-    return f"Robust aggregation (`defense.average`): {rules}{note}."
-
-
-def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
-    """Return the name, type and description of each field in a message."""
-    return [
-        (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
-        for field in contract.fields
-    ]
 
 
 def in_markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -444,18 +343,15 @@ def differences(name: str) -> list[tuple[str, str, str, str]]:
 
     If a setting cannot express the paper's value, paper_settings.toml describes the value in words.
     """
-    # Import lazily, because the default models need PyTorch, which `fedhet methods` does not load.
-    from fedhet.config.resolve import resolve
-
     published, reasons = paper_settings()[name].get("settings", {}), paper_settings()["why"]
     rows = []
     for setting, default in resolve({"method": name}).flat().items():
         each = published.get(setting)
         if each and ("words" in each or each["value"] != default):
-            words = each.get("words") or f"`{_literal(each['value'])}`"
+            words = each.get("words") or f"`{literal(each['value'])}`"
             why = each.get("why") or reasons.get(setting, "")
             source = each["source"].partition(":")[0]
-            row = (f"`{setting}`", f"`{_literal(default)}`", f"{words} ({source})", why)
+            row = (f"`{setting}`", f"`{literal(default)}`", f"{words} ({source})", why)
             rows.append(row)
     return rows
 
