@@ -243,5 +243,5 @@ def schema_command(
     for line in lines.values():
         say(line)
     if unclear:
-        say(f"Replace the type '?' of {len(unclear)} columns in the schema, and run this again.")
+        say("Replace each '?' in the schema, and run this command again.")
     say(f"schema: {out}")

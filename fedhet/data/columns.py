@@ -128,7 +128,13 @@ class Column(BaseModel):
         texts = pd.Series(list(values.texts), dtype=object)
         if self.type == "date":
             form = self.format or "ISO8601"
-            dates = pd.to_datetime(texts, format=form, errors="coerce", utc=True)
+            try:
+                dates = pd.to_datetime(texts, format=form, errors="coerce", utc=True)
+            except ValueError:  # pandas raises it for some years, such as -1, despite "coerce".
+                if len(texts) == 1:
+                    return np.array([np.nan])
+                one_by_one = [self.numbers(Values.from_texts([text])) for text in values.texts]
+                return np.concatenate(one_by_one)
             return np.array((dates - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1), np.float64)
         if not values.is_number and (self.unit or self.thousands or self.decimal != "."):
             texts = texts.map(self._plain)
@@ -264,7 +270,8 @@ def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
         return tuple(sorted({*integers}, key=int)), ""
     forms: dict[str, str] = {}
     for text in distinct:
-        form = _integer(text) or " ".join(normalize("NFKC", text).casefold().split())
+        plain = normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
+        form = _integer(plain) or " ".join(plain.casefold().split())
         if (other := forms.setdefault(form, text)) != text:
             return tuple(distinct), (
                 f"{other!r} and {text!r} may be the same category. Correct the file, or list all "
@@ -379,7 +386,8 @@ def suggest(name: str, table: Table) -> tuple[str, list[dict[str, Any]]]:
     numbers = Column(name=name, type="number").numbers(given)
     odd = [text for text, number in zip(present, numbers, strict=True) if math.isnan(number)]
     if len(odd) <= 5 and 2 * len(odd) < len(present):
-        examples = ", ".join(repr(text[:40]) for text in [*odd, present[0]])
+        first = next(text for text in present if text not in odd)
+        examples = ", ".join(repr(text[:40]) for text in [*odd, first])
         return examples, [{"type": "number", "missing": odd}]
     words, fault = find_categories(present)
     if len(words) > MAX_CATEGORIES:

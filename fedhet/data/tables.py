@@ -99,7 +99,7 @@ def comments(table: Table, names: Iterable[str]) -> dict[str, str]:
             ", ".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in each.items())
             for each in fits
         )
-        lines[name] = one_line(f"{name!r} has the values {examples}. For example: {types}")
+        lines[name] = one_line(f"{name!r} contains {examples}. For example: {types}")
     return lines
 
 
