@@ -29,6 +29,8 @@ MAX_NUMBER = 1e15
 """Maximum magnitude of a number, so that sums of squares are finite."""
 MAX_WORD = 1000
 """Maximum number of characters in a category or a class."""
+_DAY = 86_400_000_000
+"""Microseconds of a day."""
 MIN_ROWS = 10
 """Minimum number of rows needed to conclude that a column only counts the rows."""
 MIN_IDENTIFIERS = 50
@@ -128,14 +130,12 @@ class Column(BaseModel):
         texts = pd.Series(list(values.texts), dtype=object)
         if self.type == "date":
             form = self.format or "ISO8601"
-            try:
-                dates = pd.to_datetime(texts, format=form, errors="coerce", utc=True)
-            except ValueError:  # pandas raises it for some years, such as -1, despite "coerce".
-                if len(texts) == 1:
-                    return np.array([np.nan])
-                one_by_one = [self.numbers(Values.from_texts([text])) for text in values.texts]
-                return np.concatenate(one_by_one)
-            return np.array((dates - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1), np.float64)
+            dates = pd.to_datetime(texts, format=form, errors="coerce", utc=True)
+            moments = dates.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
+            days = moments.astype(np.int64) / _DAY
+            years = dates.dt.year
+            days[~years.between(1, 9999).to_numpy()] = np.nan  # NaT, and years such as -1
+            return np.asarray(days, np.float64)
         if not values.is_number and (self.unit or self.thousands or self.decimal != "."):
             texts = texts.map(self._plain)
         parsed = np.array(pd.to_numeric(texts, errors="coerce"), np.float64)
