@@ -50,6 +50,8 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.models import shapes
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import peak_memory_mb
+from fedhet.server.calls import NOTHING
+from fedhet.server.federation import MethodStrategy
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -133,7 +135,8 @@ class Pool:
         self.config = config
         self.log = RunLog(config, directory, workers=2)
         run, (model,) = config.run, config.run.models.pool
-        self.strategy = config.method.strategy(config, self.log)
+        self.flower = MethodStrategy(config, self.log)
+        self.strategy = self.flower.method
         self.manager = SimpleClientManager()
         self.stubs = [
             Stub(
@@ -144,15 +147,15 @@ class Pool:
         ]
         for stub in self.stubs:
             self.manager.register(stub)
-        self.strategy.initialize_parameters(self.manager)
+        self.flower.initialize_parameters(self.manager)
 
     def play(self, round: int) -> dict[str, int]:
         """Execute one round like Flower; return its traffic and the number of called clients."""
-        asked = self.strategy.configure_fit(round, None, self.manager)
+        asked = self.flower.configure_fit(round, NOTHING, self.manager)
         results, failures = fit_clients(asked, self.config.run.clients, None, 0)
         assert not failures, failures
-        self.strategy.aggregate_fit(round, results, failures)
-        record = self.strategy.state.record
+        self.flower.aggregate_fit(round, results, failures)
+        record = self.flower.state.record
         assert not record.failed, record.failed
         return {"up": record.bytes_up, "down": record.bytes_down, "asked": len(asked)}
 

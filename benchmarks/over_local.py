@@ -23,6 +23,8 @@ from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
+from fedhet.server.calls import NOTHING
+from fedhet.server.federation import MethodStrategy
 
 SETTINGS = {
     "clients": 3,
@@ -36,18 +38,18 @@ METHODS = "fml,lg-fedavg,fedmrl,fedkd,fedgen"
 
 def federation(config: Config, folder: Path) -> tuple[Callable[[], None], list[Node]]:
     """Return a function that executes the next round without evaluation, and the client nodes."""
-    strategy = config.method.strategy(config, RunLog(config, folder, workers=1))
+    strategy = MethodStrategy(config, RunLog(config, folder, workers=1))
     manager, nodes = SimpleClientManager(), []
     for k in range(config.run.clients):
         place = {"partition-id": k, "num-partitions": config.run.clients}
-        nodes.append(read_node(place, config.run, str(folder / "state"), strategy.data))
+        nodes.append(read_node(place, config.run, str(folder / "state"), strategy.method.data))
         manager.register(InlineProxy(config, nodes[-1]))
     strategy.initialize_parameters(manager)
     numbers = iter(range(1, 1000))
 
     def play() -> None:
         number = next(numbers)
-        asked = strategy.configure_fit(number, None, manager)
+        asked = strategy.configure_fit(number, NOTHING, manager)
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
         strategy.aggregate_fit(number, answers, [])
 

@@ -27,7 +27,7 @@ from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import Watcher
 from fedhet.server.app import components
 from fedhet.server.calls import DirectProxy
-from fedhet.server.pace import FederationServer
+from fedhet.server.federation import FederationServer
 from fedhet.wire.identity import client_name
 
 

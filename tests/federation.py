@@ -24,6 +24,7 @@ from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
+from fedhet.server.federation import MethodStrategy
 from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build, kebab
@@ -138,7 +139,10 @@ def without_times(summary: dict) -> dict:
 
 
 class Server:
-    """A strategy and its clients, which a test drives round by round."""
+    """A server and its clients, which a test drives round by round.
+
+    `flower` is Flower's strategy, and `strategy` the method that it calls.
+    """
 
     def __init__(
         self,
@@ -148,13 +152,13 @@ class Server:
         proxies: Iterable[ClientProxy] | None = None,
     ) -> None:
         """Register `proxies`, or by default simulated clients with partitions of the dataset."""
-        method = config.method
         self.log = RunLog(config, directory, workers=1)
-        self.strategy: HetStrategy = method.strategy(config, self.log)
+        self.flower = MethodStrategy(config, self.log)
+        self.strategy: HetStrategy = self.flower.method
         self.manager = SimpleClientManager()
         for proxy in self._simulated(config, directory, clients) if proxies is None else proxies:
             self.manager.register(proxy)
-        self.strategy.initialize_parameters(self.manager)
+        self.flower.initialize_parameters(self.manager)
 
     def _simulated(
         self, config: Config, directory: Path, clients: int | None
@@ -168,20 +172,20 @@ class Server:
 
     def ask(self, round: int) -> list[tuple[object, FitIns]]:
         """Return the instructions of a round."""
-        return self.strategy.configure_fit(round, None, self.manager)
+        return self.flower.configure_fit(round, None, self.manager)
 
     def close(self, round: int) -> None:
         """End a round, and let the sampled clients evaluate."""
-        asked = self.strategy.configure_evaluate(round, None, self.manager)
+        asked = self.flower.configure_evaluate(round, None, self.manager)
         if asked:
             results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in asked]
-            self.strategy.aggregate_evaluate(round, results, [])
+            self.flower.aggregate_evaluate(round, results, [])
 
     def play(self, round: int):
         """Run a round without its evaluation; return the instructions and the replies."""
         asked = self.ask(round)
         answers = self.answers(asked)
-        self.strategy.aggregate_fit(round, answers, [])
+        self.flower.aggregate_fit(round, answers, [])
         return asked, answers
 
     def answers(self, asked) -> list[tuple[object, FitRes]]:

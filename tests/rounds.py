@@ -142,7 +142,7 @@ def assert_only_rows_per_class(
         assert reply.tensors["classes"].tolist() == present
         assert reply.tensors[field].shape == (len(present), width)
         assert not reply.scalars
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", field}
     assert not sent.scalars

@@ -333,7 +333,7 @@ def played(tmp_path, **changes):
     _, answers = server.play(1)
     server.close(1)
     told = {p.name: decode(parameters_to_ndarrays(r.parameters), "x")[1] for p, r in answers}
-    return server.strategy, told, {reply.client.name: reply.knowledge for reply in seen}
+    return server, told, {reply.client.name: reply.knowledge for reply in seen}
 
 
 QUICK = {"models": "mlp", "max_samples": 200, "min_samples": 10}
@@ -352,14 +352,15 @@ FEDGEMS = {"method": "fedgems", "fedgems.server-model": "mlp", **QUICK}
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
 def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, tensor, kind):
     config = small(attack=kind, **changes)
-    strategy, told, saw = played(tmp_path, attack=kind, **changes)
+    server, told, saw = played(tmp_path, attack=kind, **changes)
     struck = attack(kind, clients=config.run.clients).targets(1, list(told))
-    assert strategy.state.record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)
+    record = server.flower.state.record
+    assert record.method["poisoned"] == len(struck) == (1 if kind == "paf" else 2)
     for name, knowledge in told.items():
         same = np.array_equal(knowledge.tensors[tensor], saw[name].tensors[tensor])
         assert same == (name not in struck)
-    assert strategy.state.record.answered == sorted(told)
-    known = json.loads(strategy.state.to_json())["scores"]["accuracy"]
+    assert record.answered == sorted(told)
+    known = json.loads(server.flower.state.to_json())["scores"]["accuracy"]
     assert set(known["common"]["private"]) == set(told)
 
 
@@ -381,7 +382,7 @@ def test_the_attack_knows_which_samples_are_asked_in_a_run(tmp_path, monkeypatch
     monkeypatch.setattr(Attack, "poison", watched)
     for number in (1, 2):
         asked = server.ask(number)
-        server.strategy.aggregate_fit(number, server.answers(asked), [])
+        server.flower.aggregate_fit(number, server.answers(asked), [])
         instruction = decode(parameters_to_ndarrays(asked[0][1].parameters), "x")[1]
         expected = np.flatnonzero(np.unpackbits(instruction.tensors["wanted"]))
         victims, rows = seen[-1]
@@ -442,17 +443,17 @@ def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
         with np.errstate(over="ignore"):
-            server.strategy.aggregate_fit(1, answers, [])
-    failed = server.strategy.state.record.failed
+            server.flower.aggregate_fit(1, answers, [])
+    failed = server.flower.state.record.failed
     assert list(failed.values()) == ["logits: contains NaN or infinity"]
-    assert len(server.strategy.state.record.answered) == 3
+    assert len(server.flower.state.record.answered) == 3
 
 
 def test_an_attack_is_the_same_every_time(tmp_path):
     (one, _, saw), (two, _, again) = (
         played(tmp_path / name, attack="ofom", **FEDGEMS) for name in ("one", "two")
     )
-    assert one.state.record.method == two.state.record.method
+    assert one.flower.state.record.method == two.flower.state.record.method
     for name, knowledge in saw.items():
         np.testing.assert_array_equal(knowledge.tensors["logits"], again[name].tensors["logits"])
 

@@ -154,7 +154,7 @@ def test_only_the_trainer_is_asked_and_its_instruction_is_empty(tmp_path):
         assert not asked[0][1].config["evaluate"]
         assert not instruction_of(asked[0]).tensors
         assert not instruction_of(asked[0]).scalars
-        server.strategy.aggregate_fit(round, server.answers(asked), [])
+        server.flower.aggregate_fit(round, server.answers(asked), [])
         server.close(round)
 
 
@@ -180,7 +180,7 @@ def test_what_is_evaluated_is_the_trainers_model(tmp_path):
     server = Server(federation(), tmp_path)
     _, answers = server.play(1)
     trained = reply_of(answers[0][1]).group("weights")
-    asked = server.strategy.configure_evaluate(1, None, server.manager)
+    asked = server.flower.configure_evaluate(1, None, server.manager)
     assert len(asked) == 3
     assert all(
         np.array_equal(v, trained[n]) for n, v in instruction_of(asked[0]).group("weights").items()
@@ -204,7 +204,7 @@ def test_a_label_space_of_its_own(tmp_path):
     ((_, result),) = server.answers(asked)
     moved = np.abs(reply_of(result).tensors["weights/classifier.weight"] - start.numpy()).sum(1)
     assert [k for k in range(4) if moved[k] > 0] == everyone
-    server.strategy.aggregate_fit(1, [(asked[0][0], result)], [])
+    server.flower.aggregate_fit(1, [(asked[0][0], result)], [])
     instruction = server.strategy.eval_instruction(1, client.info)
     for other in clients_of(server).values():
         logits = other.eval_models(instruction)["global"](other.client_samples.own.x[:4])

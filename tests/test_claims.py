@@ -18,13 +18,7 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
-from fedhet.experiments.claims import (
-    MEASURED,
-    WORDS,
-    claims_of,
-    read_finished,
-    verdict_of,
-)
+from fedhet.experiments.claims import MEASURED, WORDS, claims_of, read_finished, verdict_of
 from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 from tools.results import pages
 

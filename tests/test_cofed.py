@@ -151,7 +151,7 @@ def test_a_bad_vote_is_dropped_and_the_round_goes_on(tmp_path, tensors, fault):
     good = {"predictions": GOOD, "space": uint8(0, 1)}
     answers = [(asked[0][0], reply(server, asked[0][0], tensors))]
     answers += [(proxy, reply(server, proxy, good)) for proxy, _ in asked[1:]]
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     server.close(1)
     record = records(tmp_path / "run")[0]
     assert list(record["failed"]) == [asked[0][0].name]
@@ -307,8 +307,8 @@ def test_abstaining_is_refused_unless_participants_may(tmp_path, margin, said_, 
     asked = server.ask(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
     vote = {"predictions": GOOD + np.uint8(said_), "space": uint8(0)}
-    server.strategy.aggregate_fit(1, [(asked[0][0], reply(server, asked[0][0], vote))], [])
-    assert fault in server.strategy.state.record.failed[asked[0][0].name]
+    server.flower.aggregate_fit(1, [(asked[0][0], reply(server, asked[0][0], vote))], [])
+    assert fault in server.flower.state.record.failed[asked[0][0].name]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_the_first_round_is_training_alone(tmp_path):
 def test_who_comes_late_trains_alone_first(tmp_path):
     server = Server(cofed(), tmp_path / "run")
     asked = server.ask(1)
-    server.strategy.aggregate_fit(1, server.answers(asked[1:]), [])
+    server.flower.aggregate_fit(1, server.answers(asked[1:]), [])
     server.close(1)
     late = asked[0][0].name
     told = {each[0].name: instruction_of(each) for each in server.ask(2)}
@@ -545,8 +545,8 @@ def test_what_a_refused_client_measured_does_not_count(tmp_path):
         return accept(round, reply.with_knowledge(Knowledge()) if odd else reply)
 
     server.strategy.accept = without_vote
-    server.strategy.aggregate_fit(1, answers, [])
-    state = server.strategy.state
+    server.flower.aggregate_fit(1, answers, [])
+    state = server.flower.state
     assert state.record.failed == {"client-1": "predictions: missing"}
     assert state.scores.is_outdated("client-1")
     assert not state.scores.is_outdated("client-0")

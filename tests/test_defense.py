@@ -507,13 +507,13 @@ def test_without_an_outlier_the_filter_returns_the_mean_with_equal_weights(tmp_p
 
 def watch_replies(server, watch):
     """Call `watch` with each decoded reply; a result other than None replaces the reply."""
-    decode_all = server.strategy._codec.decode_all
+    decode_all = server.flower._codec.decode_all
 
     def decoded(*args):
         for reply in decode_all(*args):
             yield watch(reply) or reply
 
-    server.strategy._codec.decode_all = decoded
+    server.flower._codec.decode_all = decoded
 
 
 def claiming(reply):

@@ -315,8 +315,8 @@ def test_an_error_of_ones_own_strategy_is_one_line_with_its_place(run_failing, t
     )
     assert f"fedhet: {told}" in said
     assert "return replies[7].nothing" in said
-    assert "fedhet/server/pace.py" not in said  # not one's own
-    assert "fedhet/server/pace.py" in (tmp_path / "run" / "flower.log").read_text()
+    assert "fedhet/server/federation.py" not in said  # not one's own
+    assert "fedhet/server/federation.py" in (tmp_path / "run" / "flower.log").read_text()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["fault"] == told
 
 

@@ -210,8 +210,8 @@ def test_averages_are_of_the_changes_not_of_the_factors(tmp_path, average):
         answers = server.answers(server.ask(1))
         if flip:
             answers[1] = answers[1][0], altered(answers[1][1], negated)
-        server.strategy.aggregate_fit(1, answers, [])
-        assert not server.strategy.state.record.failed
+        server.flower.aggregate_fit(1, answers, [])
+        assert not server.flower.state.record.failed
         results.append(server.strategy.averaged["weights"])
     for name, value in results[0].items():
         np.testing.assert_allclose(results[1][name], value, atol=1e-6)
@@ -237,7 +237,7 @@ def test_a_change_is_compared_by_its_product(tmp_path):
     server = Server(config, tmp_path)
     answers = server.answers(server.ask(1))
     answers[1] = answers[1][0], altered(answers[1][1], scaled)
-    server.strategy.aggregate_fit(1, answers, [])
-    failed = server.strategy.state.record.failed
+    server.flower.aggregate_fit(1, answers, [])
+    failed = server.flower.state.record.failed
     assert list(failed) == [answers[1][0].name]
     assert "update: its root mean square is" in failed[answers[1][0].name]

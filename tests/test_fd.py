@@ -72,7 +72,7 @@ def test_each_client_is_sent_the_mean_of_the_others(tmp_path):
         replies = learn(server, number)
         latest |= replies
         taught = [len(global_ensembling(latest, name)) for name in replies]
-        assert server.strategy.state.record.method == {
+        assert server.flower.state.record.method == {
             "classes_covered": len({c for r in latest.values() for c in r["classes"].tolist()}),
             "classes_taught": np.mean(taught),
         }
@@ -307,7 +307,7 @@ def test_a_robust_average_is_of_distributions(tmp_path, average):
         tensors["probabilities"] = np.roll(one_hot(*tensors["classes"]), 1, 1).astype(np.float32)
 
     malicious = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in answers]
-    server.strategy.aggregate_fit(1, malicious, [])
+    server.flower.aggregate_fit(1, malicious, [])
     honest = {p.name: reply_of(r).tensors for p, r in answers if p.name != "client-1"}
     sent = server.strategy.instruct(2, server.strategy.members["client-0"].info).tensors
     np.testing.assert_allclose(sent["probabilities"].sum(1), 1, rtol=1e-5)

@@ -83,7 +83,7 @@ def test_the_server_averages_by_samples(tmp_path, method):
     assert len(answers) == 3
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
     assert len(set(samples.values())) > 1
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     after = instruction_of(server.ask(2)[0]).tensors
     for name, value in after.items():
         parts = [(reply_of(r).tensors[name].astype(float), samples[c.name]) for c, r in answers]
@@ -99,7 +99,7 @@ def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path, beta):
     asked = server.ask(1)
     before, answers = instruction_of(asked[0]).tensors, server.answers(asked)
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     total = sum(samples.values())
     for name, value in instruction_of(server.ask(2)[0]).tensors.items():
         mean = sum(reply_of(r).tensors[name] * (samples[c.name] / total) for c, r in answers)

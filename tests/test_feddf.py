@@ -107,7 +107,7 @@ def test_without_distillation_each_architecture_has_its_average(tmp_path):
     answers, replies = one_round(server)
     slow = Slow(server, replies)
     assert len({samples for _, samples, _ in slow.clients}) > 1
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     assert server.strategy.models.keys() == {"mlp", "cnn2"}
     for name, average in slow.averages().items():
         for key, value in server.strategy.models[name].items():
@@ -123,7 +123,7 @@ def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam
     chosen = {"feddf.epochs": 3, "feddf.batch-size": 10_000, "feddf.lr": lr}
     server = Server(federation(clients=3, **chosen), tmp_path)
     answers, replies = one_round(server)
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     slow = Slow(server, replies)
     for name, average in slow.averages().items():
         students = slow.students(name, average, 3, lr, steady_adam)
@@ -133,7 +133,7 @@ def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam
         for key, value in server.strategy.models[name].items():
             moved = np.abs(wanted[key].numpy() - average[key]).max()
             np.testing.assert_allclose(value, wanted[key], atol=1e-3 * moved + 1e-6)
-    figures = server.strategy.state.record.method
+    figures = server.flower.state.record.method
     assert 0 < figures["distillation_loss"] < 10
 
 
@@ -159,7 +159,7 @@ def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
     answers, _ = one_round(server)
     kept, accept = [], server.strategy.accept
     server.strategy.accept = lambda *a: kept.append(accept(*a)) or kept[-1]
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     assert len(kept) == 4
     assert not any(reply.knowledge.tensors for reply in kept)
     models = copy.deepcopy(server.strategy.models)
@@ -168,7 +168,7 @@ def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
         assert same(instruction_of((name, _)).group("weights"), models[name._proxy._node.model])
     answers = server.answers(asked)
     server.strategy.aggregate = lambda round, replies: {}
-    server.strategy.aggregate_fit(2, answers, [])
+    server.flower.aggregate_fit(2, answers, [])
     assert all(same(models[name], server.strategy.models[name]) for name in models)
 
 
@@ -200,9 +200,9 @@ def test_a_model_whose_logits_are_useless_is_refused_and_teaches_nothing(tmp_pat
             answers = [(proxy, altered(result, spoil)), *others]
         else:
             answers = answers[1:]
-        server.strategy.aggregate_fit(1, answers, [])
+        server.flower.aggregate_fit(1, answers, [])
         found.append(server.strategy.models)
-        failed = server.strategy.state.record.failed
+        failed = server.flower.state.record.failed
         assert list(failed) == ["client-0"]
     assert "logits on the public data" in failed["client-0"]
     assert all(same(found[0][name], found[1][name]) for name in found[0])
@@ -213,7 +213,7 @@ def test_an_architecture_without_a_reply_keeps_its_model(tmp_path):
     server.play(1)
     before = copy.deepcopy(server.strategy.models)
     answers = [a for a in server.answers(server.ask(2)) if a[0]._proxy._node.model == "mlp"]
-    server.strategy.aggregate_fit(2, answers, [])
+    server.flower.aggregate_fit(2, answers, [])
     assert same(server.strategy.models["cnn2"], before["cnn2"])
     assert not same(server.strategy.models["mlp"], before["mlp"])
 

@@ -237,9 +237,9 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
         replies = server.answers(instructed)
         given = [reply_of(result).tensors["logits"] for _, result in replies]
         answers = {i: [logits[k] for logits in given] for k, i in enumerate(expected)}
-        strategy.aggregate_fit(number, replies, [])
+        server.flower.aggregate_fit(number, replies, [])
         counts = paper.learn(number, answers)
-        figures = strategy.state.record.method
+        figures = server.flower.state.record.method
         assert [figures["s1"], figures["s2"], figures["s3"]] == counts
         assert figures["asked"] == len(expected)
         seen |= {kind for kind, count in zip((1, 2, 3), counts, strict=True) if count}
@@ -304,7 +304,7 @@ def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
                 own = model(RunData.of(client.run).public_set("image", (1, 8, 8), 10).x[rows])
             found = reply_of(result).tensors["logits"]
             np.testing.assert_allclose(found, own, rtol=1e-4, atol=1e-5)
-        assert server.strategy.state.record.method["upload_ratio"] == len(rows) / 60
+        assert server.flower.state.record.method["upload_ratio"] == len(rows) / 60
 
 
 def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
@@ -312,8 +312,8 @@ def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
     server = Server(fedgems(rounds=5, lr=0.01), tmp_path / "gems")
     for number in range(1, 6):
         server.play(number)
-        ratios.append(server.strategy.state.record.method["upload_ratio"])
-        ups.append(server.strategy.state.record.bytes_up)
+        ratios.append(server.flower.state.record.method["upload_ratio"])
+        ups.append(server.flower.state.record.bytes_up)
     assert ratios[0] > 0.7
     assert ratios[-1] < 0.2 * ratios[0]
     whole = 4 * 60 * 10 * 4  # clients, public samples, classes, bytes
@@ -321,8 +321,8 @@ def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
     gem = Server(fedgems(rounds=2, **{"fedgems.selective": False}), tmp_path / "gem")
     for number in (1, 2):
         gem.play(number)
-        assert gem.strategy.state.record.method["upload_ratio"] == 1
-        assert whole < gem.strategy.state.record.bytes_up < whole + 4 * 500
+        assert gem.flower.state.record.method["upload_ratio"] == 1
+        assert whole < gem.flower.state.record.bytes_up < whole + 4 * 500
 
 
 # --- a server whose training diverges -------------------------------------------------------
@@ -377,7 +377,7 @@ def all_of(server):
 
 def notices_of(server):
     said = []
-    server.strategy.state.notice = said.append
+    server.flower.state.notice = said.append
     return said
 
 
@@ -389,14 +389,14 @@ def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_pat
     for number in (1, 2, 3, 4):
         before = all_of(server)
         answers = server.answers(server.ask(number))
-        server.strategy.aggregate_fit(number, lie(answers) if number == 2 else answers, [])
-        diverged.append(server.strategy.state.record.method.get("diverged", 0))
+        server.flower.aggregate_fit(number, lie(answers) if number == 2 else answers, [])
+        diverged.append(server.flower.state.record.method.get("diverged", 0))
         after = all_of(server)
         assert same(before, after) == (number == 2)
         assert all(np.isfinite(value).all() for value in after.values() if value.dtype.kind == "f")
     server.close(4)
     assert diverged == [0, 1, 0, 0], "without the lie it does not"
-    assert server.strategy.state.record.accuracy["common"]["server"].mean > 0
+    assert server.flower.state.record.accuracy["common"]["server"].mean > 0
     [said] = notices
     assert "the training of the server's model diverged in round 2 (the loss is" in said
     assert "client-0, client-1, client-2, client-3, client-4 in this round are discarded" in said
@@ -404,9 +404,9 @@ def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_pat
 
 def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
     server = Server(unstable(rounds=2), tmp_path / "run")
-    server.strategy.aggregate_fit(1, lie(server.answers(server.ask(1))), [])
-    assert server.strategy.state.record.failed.keys() == {"client-1"}
-    assert "diverged" not in server.strategy.state.record.method
+    server.flower.aggregate_fit(1, lie(server.answers(server.ask(1))), [])
+    assert server.flower.state.record.failed.keys() == {"client-1"}
+    assert "diverged" not in server.flower.state.record.method
 
 
 @pytest.mark.parametrize(("limit", "rounds", "last"), [(3, 9, 3), (1, 9, 1), (0, 2, 2)])
@@ -434,7 +434,7 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
     server = Server(config, tmp_path / "run")
     before, notices = all_of(server), notices_of(server)
     server.play(1)
-    assert server.strategy.state.record.method["diverged"] == 1
+    assert server.flower.state.record.method["diverged"] == 1
     assert same(before, all_of(server))
     loss = float(notices[-1].partition("the loss is ")[2].partition(")")[0])
     assert math.isfinite(loss)
@@ -447,10 +447,10 @@ def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
     )
     for number in range(1, 6):
         answers = server.answers(server.ask(number))
-        server.strategy.aggregate_fit(number, lie(answers) if number in (2, 4) else answers, [])
-        assert server.strategy.state.rollback.divergences == (number in (2, 4))
-        text = server.strategy.state.to_json()
-    state = server.strategy.state
+        server.flower.aggregate_fit(number, lie(answers) if number in (2, 4) else answers, [])
+        assert server.flower.state.rollback.divergences == (number in (2, 4))
+        text = server.flower.state.to_json()
+    state = server.flower.state
     state.rollback.divergences, state.rollback.learned_once = 7, False
     state.load_json(text)
     assert (state.rollback.divergences, state.rollback.learned_once) == (0, True)
@@ -466,12 +466,13 @@ def test_before_the_server_has_trained_it_has_nothing_to_say(tmp_path):
     assert all("logits" in instruction_of(each).tensors for each in server.ask(2))
 
 
-def frozen_but_for(strategy, rows_of_round):
+def frozen_but_for(server, rows_of_round):
     """Let the server's logits change only in a few rows per round."""
+    strategy = server.strategy
     predict = strategy.learner.predict
 
     def changed(x):
-        number = strategy.state.record.round
+        number = server.flower.state.record.round
         if number == 1:
             return predict(x)
         logits = strategy.logits.copy()
@@ -486,7 +487,7 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
     server = Server(config, tmp_path / "run")
     strategy = server.strategy
     rng = np.random.default_rng(0)
-    frozen_but_for(strategy, {n: rng.choice(60, 5, replace=False) for n in range(2, 10)})
+    frozen_but_for(server, {n: rng.choice(60, 5, replace=False) for n in range(2, 10)})
     had, seen = {}, set()
     for number in range(1, 8):
         asked = server.ask(number)
@@ -506,17 +507,17 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
             had[proxy.name] = number
             if number > 1:
                 np.testing.assert_array_equal(client_of(proxy).state.tensors["logits"], logits)
-        strategy.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, answers, [])
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
 
 def test_who_did_not_reply_receives_all_logits_again(tmp_path):
     server = Server(fedgems(rounds=5), tmp_path / "run")
-    frozen_but_for(server.strategy, {n: np.arange(n) for n in range(2, 6)})
+    frozen_but_for(server, {n: np.arange(n) for n in range(2, 6)})
     server.play(1)
     server.play(2)
     answers = server.answers(server.ask(3))
-    server.strategy.aggregate_fit(3, answers[1:], [])
+    server.flower.aggregate_fit(3, answers[1:], [])
     whole = ["changed" not in instruction_of(each).tensors for each in server.ask(4)]
     names = [proxy.name for proxy, _ in answers]
     assert whole == [name == names[0] for name in names]
@@ -612,9 +613,9 @@ def test_a_reply_with_other_rows_than_asked_is_dropped(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     answers = server.answers(server.ask(1))
     server.strategy.wanted[:] = True
-    server.strategy.aggregate_fit(1, answers, [])
-    assert len(server.strategy.state.record.failed) == 4
-    assert "with Q = 60" in server.strategy.state.record.failed["client-0"]
+    server.flower.aggregate_fit(1, answers, [])
+    assert len(server.flower.state.record.failed) == 4
+    assert "with Q = 60" in server.flower.state.record.failed["client-0"]
 
 
 # --- the public set and the server's accuracy -----------------------------------------------
@@ -665,7 +666,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     common = RunData.of(strategy.run).common_test
     with torch.no_grad():
         right = strategy.learner.model.eval()(common.x).argmax(1) == common.y
-    found = strategy.state.record.accuracy["common"]["server"]
+    found = server.flower.state.record.accuracy["common"]["server"]
     assert found.per_client == {"server": pytest.approx(right.float().mean().item())}
     summary = server.log.finish()
     assert summary.accuracy["common"]["server"].mean == found.mean
@@ -697,7 +698,7 @@ def test_a_restored_server_continues_bit_for_bit(tmp_path):
         assert same(instruction_of(one).tensors, instruction_of(two).tensors)
     answers = server.answers(asked)
     strategy = server.strategy
-    replies = list(strategy._codec.decode_all(answers, [], strategy.members))
+    replies = list(server.flower._codec.decode_all(answers, [], strategy.members))
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
     assert same(server.strategy.state_dict(), other.strategy.state_dict())
 

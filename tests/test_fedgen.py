@@ -355,7 +355,7 @@ def test_no_client_counts_more_than_its_samples(tmp_path):
     accepted = []
     monkeyed = server.strategy._counts
     server.strategy._counts = lambda replies: accepted.append(monkeyed(replies)) or accepted[-1]
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     assert accepted[0][0].sum() <= server.strategy.members[name].info.samples
     assert accepted[0][0].sum() == pytest.approx(samples, abs=10)
 

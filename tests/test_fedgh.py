@@ -71,7 +71,7 @@ def test_the_head_that_is_sent_is_the_one_that_was_trained(tmp_path):
         replies = learn(server, number)
         means = np.concatenate([reply["features"] for reply in replies.values()])
         labels = np.concatenate([reply["classes"] for reply in replies.values()])
-        measured = server.strategy.state.record.method
+        measured = server.flower.state.record.method
         assert measured["classes_covered"] == len(set(labels.tolist()))
         assert measured["head_loss"] > 0
         weight, bias = slow_training(before, means, labels, 0.5, 3)

@@ -51,7 +51,7 @@ def learn(server, number):
     server.strategy.aggregate = noted
     server.play(number)
     server.strategy.aggregate = aggregate
-    assert server.strategy.state.record.failed == {}
+    assert server.flower.state.record.failed == {}
     return found
 
 
@@ -123,7 +123,7 @@ def test_the_servers_round_trains_on_all_features_and_answers_each_client(tmp_pa
         found = instruction(server, name).tensors["logits"]
         np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-5)
     right = np.concatenate([instruction(server, n).tensors["logits"] for n in names]).argmax(1)
-    accuracy = server.strategy.state.record.method["server_accuracy"]
+    accuracy = server.flower.state.record.method["server_accuracy"]
     assert accuracy == pytest.approx((right == y.numpy()).mean())
 
 
@@ -209,7 +209,7 @@ def test_a_servers_round_leaves_the_edge_models_as_they_are(tmp_path):
     answers = server.answers(asked)
     before = {proxy.name: state_of(client_of(proxy).network) for proxy, _ in asked}
     model = state_of(server.strategy.learner.model)
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     assert not same(model, state_of(server.strategy.learner.model))
     assert all(same(before[p.name], state_of(client_of(p).network)) for p, _ in asked)
 
@@ -298,8 +298,8 @@ def test_too_many_rows_cost_one_client_its_round(tmp_path):
     member = server.strategy.members["client-1"]
     claimed = SimpleNamespace(**{**vars(member.info), "samples": member.info.samples - 1})
     server.strategy.members["client-1"] = type(member)(claimed, member.proxy)
-    server.strategy.aggregate_fit(1, answers, [])
-    assert "expected 2 to" in server.strategy.state.record.failed["client-1"]
+    server.flower.aggregate_fit(1, answers, [])
+    assert "expected 2 to" in server.flower.state.record.failed["client-1"]
     assert set(server.strategy.logits) == {"client-0", "client-2"}
 
 

@@ -143,7 +143,7 @@ def test_the_server_averages_the_clients_logits(tmp_path, kept):
         latest |= replies
         for name, reply in replies.items():
             every.setdefault(name, []).append(reply)
-        assert server.strategy.state.record.method == {
+        assert server.flower.state.record.method == {
             "classes_covered": len({c for r in latest.values() for c in r["classes"].tolist()})
         }
     assert len(latest) > 2

@@ -199,7 +199,7 @@ def test_two_rounds_are_those_of_algorithm_1(tmp_path, learned):
 def check_the_servers_part(server, answers, before):
     """Lines 13 to 22: the mean of the changes, weighted by samples, is cut again and added."""
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
-    server.strategy.aggregate_fit(2, answers, [])
+    server.flower.aggregate_fit(2, answers, [])
     told = instruction_of(server.ask(3)[0])
     total = sum(samples.values())
     assert told.scalars == {"base": 2}
@@ -244,7 +244,7 @@ def test_a_client_that_missed_a_round_is_sent_the_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
     asked = server.ask(2)
-    server.strategy.aggregate_fit(2, server.answers(asked)[1:], [])
+    server.flower.aggregate_fit(2, server.answers(asked)[1:], [])
     fields = {asked[0].name: instruction_of(asked).scalars.keys() for asked in server.ask(3)}
     assert [len(each) for each in fields.values()] == [0, 1, 1]
 
@@ -257,13 +257,13 @@ def test_a_client_whose_state_was_lost_refuses_the_change_and_is_sent_the_mentee
     for file in client.state.folder.iterdir():
         file.unlink()
     answers = server.answers(asked)
-    server.strategy.aggregate_fit(2, answers, [])
-    failed = server.strategy.state.record.failed
+    server.flower.aggregate_fit(2, answers, [])
+    failed = server.flower.state.record.failed
     assert list(failed) == ["client-1"]
     assert "expected an update of the mentee of round none, got round 1" in failed["client-1"]
     answers = server.answers(server.ask(3))
-    server.strategy.aggregate_fit(3, answers, [])
-    assert not server.strategy.state.record.failed
+    server.flower.aggregate_fit(3, answers, [])
+    assert not server.flower.state.record.failed
 
 
 def test_after_a_round_without_replies_all_are_sent_the_mentee(tmp_path):

@@ -112,7 +112,7 @@ def test_a_round_is_that_of_the_papers(tmp_path, rule):
         bs = [value for name, value in weights.items() if name.endswith("lora_B.weight")]
         assert {b.shape[1] for b in bs} == {rank}
     answers = server.answers(asked)
-    strategy.aggregate_fit(2, answers, [])
+    server.flower.aggregate_fit(2, answers, [])
     order = sorted(answers, key=lambda each: each[0].name)
     replies = [reply_of(result).group("weights") for _, result in order]
     samples = [strategy.members[proxy.name].info.samples for proxy, _ in order]
@@ -127,7 +127,7 @@ def test_a_round_is_that_of_the_papers(tmp_path, rule):
         for n, reply in zip(samples, replies, strict=True)
     )
     np.testing.assert_allclose(strategy.weights["classifier.weight"], head, atol=1e-6)
-    assert 0 < strategy.state.record.method["top_energy"] <= 1
+    assert 0 < server.flower.state.record.method["top_energy"] <= 1
     for client in clients(server).values():
         frozen = rule == "freeze-a"
         needs = {n: p.requires_grad for n, p in client.network.named_parameters()}
@@ -170,7 +170,7 @@ def test_a_rank_level_without_a_client_keeps_its_value(tmp_path):
     server.play(1)
     before = dict(server.strategy.weights)
     asked = sorted(server.ask(2), key=lambda each: each[0].name)[:2]  # ranks 2 and 4
-    server.strategy.aggregate_fit(2, server.answers(asked), [])
+    server.flower.aggregate_fit(2, server.answers(asked), [])
     for name, value in server.strategy.weights.items():
         if name.endswith("lora_A.weight"):
             assert np.array_equal(value[4:], before[name][4:])
@@ -258,8 +258,8 @@ def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
     for index, change in enumerate((smaller, huge, ragged)):
         proxy, result = answers[index]
         answers[index] = proxy, altered(result, change)
-    server.strategy.aggregate_fit(1, answers, [])
-    text = str(server.strategy.state.record)
+    server.flower.aggregate_fit(1, answers, [])
+    text = str(server.flower.state.record)
     for words in ("expected adapters of rank 2, got 1", "magnitude bound", "expected float32"):
         assert words in text, text
 

@@ -116,7 +116,7 @@ def test_a_clients_rounds_are_the_algorithm(tmp_path, method, loss):
             found = reply_of(result).tensors[FIELD[method]]
             np.testing.assert_allclose(found, scores, rtol=2e-3, atol=1e-5)
             start[proxy.name] = copy.deepcopy(client.network)
-        server.strategy.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, answers, [])
 
 
 @pytest.mark.parametrize("method", METHODS)

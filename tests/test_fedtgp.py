@@ -232,7 +232,7 @@ def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
         margin = equation_9(features, labels, 3.0, "nearest")
         assert options["margin"] == pytest.approx(margin, rel=1e-4)
         assert (options["epochs"], options["lr"], options["batch_size"]) == (2, 0.02, 7)
-        measured = server.strategy.state.record.method
+        measured = server.flower.state.record.method
         assert measured["margin"] == options["margin"]
         sent = instruction_of(server.ask(number + 1)[0]).tensors["features"]
         apart = [min(phi(a, b) for j, b in enumerate(sent) if j != i) for i, a in enumerate(sent)]

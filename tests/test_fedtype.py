@@ -153,8 +153,8 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
         answers = server.answers(asked)
         payloads += [b"".join(ins.parameters.tensors) for _, ins in asked]
         payloads += [b"".join(result.parameters.tensors) for _, result in answers]
-        server.strategy.aggregate_fit(number, answers, [])
-        judging = server.strategy.configure_evaluate(number, None, server.manager)
+        server.flower.aggregate_fit(number, answers, [])
+        judging = server.flower.configure_evaluate(number, None, server.manager)
         payloads += [b"".join(ins.parameters.tensors) for _, ins in judging]
         for client in clients(server).values():
             for name, tensor in client.models["private"].state_dict().items():
@@ -193,7 +193,7 @@ def test_three_kinds_of_accuracy(tmp_path):
 def test_the_last_global_is_what_the_server_aggregated_last(tmp_path):
     server = Server(fedtype(rounds=1), tmp_path / "run")
     expected = mean_of(server, learn(server, 1), "proxy")
-    asked = server.strategy.configure_evaluate(1, None, server.manager)
+    asked = server.flower.configure_evaluate(1, None, server.manager)
     assert len(asked) == 3
     for name, tensor in instruction_of(asked[0]).group("proxy").items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5)

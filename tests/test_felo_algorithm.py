@@ -237,8 +237,8 @@ def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(
     asked = server.ask(1)
     (sampled,) = (proxy.name for proxy, _ in asked)
     answers = server.answers(asked)
-    server.strategy.aggregate_fit(1, answers, [])
-    told = server.strategy.configure_evaluate(1, None, server.manager)
+    server.flower.aggregate_fit(1, answers, [])
+    told = server.flower.configure_evaluate(1, None, server.manager)
     of = {name: member.info.model for name, member in server.strategy.members.items()}
     alike = {name for name in of if of[name] == of[sampled]}
     assert len(alike) == 2
@@ -249,7 +249,7 @@ def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(
         for name, tensor in received.items():
             np.testing.assert_allclose(tensor, expected[name], rtol=1e-5, atol=1e-6)
     results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in told]
-    server.strategy.aggregate_evaluate(1, results, [])
+    server.flower.aggregate_evaluate(1, results, [])
     (record,) = records(tmp_path / "run")
     assert set(record["accuracy"]["common"]["global"]["per_client"]) == alike
 
@@ -261,7 +261,7 @@ def test_weights_that_are_not_shared_are_not_judged(tmp_path, method):
     server.play(1)
     server.close(1)
     server.play(2)
-    assert not server.strategy.configure_evaluate(2, None, server.manager)
+    assert not server.flower.configure_evaluate(2, None, server.manager)
     for record in records(tmp_path / "run"):
         assert all(set(kinds) == {"private"} for kinds in record["accuracy"].values())
 

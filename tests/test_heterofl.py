@@ -179,7 +179,7 @@ def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, w
         assert labels.tolist() == sorted({*client.y.tolist()})
         count = client.info.samples if weighting == "samples" else 1
         models.append(SubModel(reply_of(result).group("weights"), count, labels))
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     wanted = slowly(before, models)
     for name, value in server.strategy.weights.items():
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7)
@@ -242,8 +242,8 @@ def test_replies_of_another_width_or_without_classes_are_refused(tmp_path):
         (proxy, altered(result, change))
         for (proxy, result), change in zip(answers, changes, strict=True)
     ]
-    server.strategy.aggregate_fit(1, replies, [])
-    failed = server.strategy.state.record.failed
+    server.flower.aggregate_fit(1, replies, [])
+    failed = server.flower.state.record.failed
     assert failed.keys() == {"client-1", "client-2", "client-3"}
     assert "expected float32" in failed["client-1"]
     assert "labels" in failed["client-2"]

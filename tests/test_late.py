@@ -25,7 +25,8 @@ from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import load_run
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import Checkpoints, ClientStore
-from fedhet.server.open_calls import LateReplies
+from fedhet.server.calls import Call, CallOutcome, NamedProxy
+from fedhet.server.open_calls import OpenCalls
 from fedhet.server.reply import Reply
 from fedhet.server.steps import steps_of
 from fedhet.wire.knowledge import Knowledge
@@ -193,8 +194,8 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
         asked = server.ask(number)
         for proxy, _ in asked:
             sent[proxy.name] = number, before
-        found = strategy.collector.fit(number, asked, strategy.state.needed, None)
-        strategy.close_round(found)
+        found = server.flower.collector.fit(number, asked, server.flower.state.needed, None)
+        server.flower.close_round(found)
         models = {}
         original = strategy.aggregate
 
@@ -203,7 +204,7 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
             return original(number, replies)
 
         strategy.aggregate = seen
-        strategy.aggregate_fit(number, found.results, found.failures)
+        server.flower.aggregate_fit(number, found.results, found.failures)
         strategy.aggregate = original
         server.close(number)
         total = sum(samples[n] / math.sqrt(1 + age) for n, (age, _) in models.items())
@@ -225,7 +226,7 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
                     np.testing.assert_allclose(models[name][1][key], expected, rtol=1e-5, atol=1e-5)
             checked += 1
     assert checked
-    strategy.collector.close()
+    server.flower.collector.close()
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int8"])
@@ -250,7 +251,7 @@ def test_an_asynchronous_round_takes_the_step_of_fedbuff(tmp_path, method):
     server = Server(small(method, **changes), tmp_path / "run")
     strategy, rng = server.strategy, np.random.default_rng(7)
     field = "update" if method == "fedkd" else "weights"
-    strategy.state.start(9)
+    server.flower.state.start(9)
     if method == "felo":
         for client in (member.info for member in strategy.members.values()):
             shapes = strategy.sizes(client).models["weights"]
@@ -281,12 +282,13 @@ def test_an_asynchronous_round_takes_the_step_of_fedbuff(tmp_path, method):
         updates[name] = client, delta
     members = strategy.members
     instruct = partial(strategy.instruct, 9)
-    steps = steps_of(strategy.run, strategy.spec, strategy.sizes, strategy.state, members, instruct)
+    state = server.flower.state
+    steps = steps_of(strategy.run, strategy.spec, strategy.sizes, state, members, instruct)
     accepted = replies
-    for step in (*steps, strategy._accept):
+    for step in (*steps, server.flower._accept):
         accepted = step(accepted)
     accepted = list(accepted)
-    assert len(accepted) == 4, strategy.state.record.failed
+    assert len(accepted) == 4, server.flower.state.record.failed
     strategy.aggregate(9, accepted)
     for name, (client, _) in updates.items():
         before = global_model or instructions[name].group("weights")
@@ -367,26 +369,25 @@ def test_a_client_that_hangs_is_late_and_its_answer_is_used_when_it_comes(
     monkeypatch.setattr("fedhet.engines.simulate.InlineProxy._one_at_a_time", Unlocked())
     config = small("fedavg", clients=3, rounds=4, models=["mlp"], min_replies=2.0, max_silences=1)
     server = Server(config, tmp_path / "run")
-    strategy = server.strategy
-    strategy.collector.open(3)
+    server.flower.collector.open(3)
     for number in (1, 2, 3, 4):
         asked = server.ask(number)
         names = [proxy.name for proxy, _ in asked]
         assert ("client-2" in names) == (number in (1, 4)), number
-        found = strategy.collector.fit(number, asked, strategy.state.needed, None)
-        strategy.close_round(found)
-        strategy.aggregate_fit(number, found.results, found.failures)
-        assert not strategy.state.record.failed
+        found = server.flower.collector.fit(number, asked, server.flower.state.needed, None)
+        server.flower.close_round(found)
+        server.flower.aggregate_fit(number, found.results, found.failures)
+        assert not server.flower.state.record.failed
         if number == 2:
-            assert strategy.state.record.late == ["client-2"]
+            assert server.flower.state.record.late == ["client-2"]
             held.set()
             until(lambda: (tmp_path / "run" / "late" / "client-2.safetensors").exists())
         if number == 3:
-            assert strategy.state.record.ages == {"client-2": 2}
+            assert server.flower.state.record.ages == {"client-2": 2}
         server.close(number)
         if number == 3:
             assert not (tmp_path / "run" / "late" / "client-2.safetensors").exists()
-    strategy.collector.close()
+    server.flower.collector.close()
 
 
 def until(what, seconds=120):
@@ -420,20 +421,20 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
 def test_what_was_not_sent_is_not_kept(tmp_path):
     config = small("fedavg", clients=4, models=["mlp"], min_replies=2.0)
     server = Server(config, tmp_path / "run")
-    calls = server.strategy.state.calls
+    calls = server.flower.state.calls
     server.ask(1)
-    server.strategy._codec.cancel(1, {"client-1", "client-3"})
+    server.flower._codec.cancel(1, {"client-1", "client-3"})
     there = [name for name in sorted(server.strategy.members) if calls.sent(name, 1)[0]]
     assert there == ["client-0", "client-2"]
 
 
 def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
     server = Server(small("fedavg", clients=4, models=["mlp"]), tmp_path / "run")
-    exchange = server.strategy._codec
+    exchange = server.flower._codec
     server.ask(1)
     sent = server.strategy.instruct(1, server.strategy.members["client-0"].info)
     exchange.encode_all(1, dict.fromkeys(server.strategy.members, sent), training=False)
-    record = server.strategy.state.record
+    record = server.flower.state.record
     whole, down = record.bytes_evaluation, record.bytes_down
     exchange.cancel(1, {"client-3"}, training=False)
     assert record.bytes_evaluation == pytest.approx(whole * 3 / 4)
@@ -458,32 +459,41 @@ def test_a_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path,
         run(config, tmp_path / "run", [CutOff(3, "after")])
     assert [path.stem for path in (tmp_path / "run" / "late").iterdir()] == ["client-3"]
     run_name = load_run(tmp_path / "run").origin.run
-    late = LateReplies(tmp_path / "run", run_name)
-    _, number, _, _ = late.get("client-3")
     asked = [each["round"] for each in records(tmp_path / "run") if "client-3" in each["asked"]]
-    assert number == asked[-1]
-    shutil.copytree(tmp_path / "run" / "late", tmp_path / "other" / "late")
-    assert LateReplies(tmp_path / "other", "felo-other").restore({"client-3": asked[-1]}) == {}
-    assert not list((tmp_path / "other" / "late").iterdir())
+
+    def restored(directory, run_name, number=asked[-1]):
+        calls = OpenCalls(directory, run_name)
+        calls.load_dict({"client-3": [number, 0.0, 1.0]}, is_simulated=True)
+        return calls.at_work
+
+    for folder in ("other", "earlier"):
+        shutil.copytree(tmp_path / "run" / "late", tmp_path / folder / "late")
+    assert restored(tmp_path / "run", run_name) == {"client-3"}
+    assert restored(tmp_path / "other", "felo-other") == set()
+    assert restored(tmp_path / "earlier", run_name, asked[-1] - 1) == set()
+    assert not [*(tmp_path / "other" / "late").iterdir(), *(tmp_path / "earlier/late").iterdir()]
     (tmp_path / "run" / "late" / "client-3.safetensors").write_bytes(b"damaged")
-    assert late.restore({"client-3": asked[-1]}) == {}
+    assert restored(tmp_path / "run", run_name) == set()
 
 
 def test_a_late_reply_that_is_too_large_is_not_written_to_disk(tmp_path):
     """A malicious client could otherwise fill the disk by replying after the round."""
     config = small("fedavg", models=["mlp"], min_replies=2.0, max_payload_mb=0.1)
     server = Server(config, tmp_path / "run")
-    strategy, info = server.strategy, server.strategy.members["client-1"].info
+    flower, info = server.flower, server.strategy.members["client-1"].info
     large = Parameters([bytes(5_000_000)], "numpy.ndarray")
     result = FitRes(Status(Code.OK, ""), large, 0, {})
-    strategy.state.calls._late.put("client-1", result, 1, None, 0)
+    call, calls = Call(NamedProxy("client-1"), 1, None), flower.state.calls
+    calls.begin(["client-1"], 1, 0.0)
+    stored = calls.store(call, result)
     (path,) = (tmp_path / "run" / "late").iterdir()
     assert path.stat().st_size < 100_000
-    result, *_ = strategy.state.calls._late.get("client-1")
+    calls["client-1"].outcome = CallOutcome(call, stored, is_late=True)
+    result = calls.collect("client-1", 1).result
     for spool in (True, False):
-        stored = strategy._spool.put("client-1", result.parameters) if spool else result.parameters
+        stored = flower._spool.put("client-1", result.parameters) if spool else result.parameters
         with pytest.raises(KnowledgeError, match=r"must be at most 0\.1 MB, got 5\.0 MB"):
-            strategy._codec.decode(info, replace(result, parameters=stored))
+            flower._codec.decode(info, replace(result, parameters=stored))
 
 
 def test_pages_show_the_accuracy_by_simulated_hours(tmp_path, devices):

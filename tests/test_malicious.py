@@ -206,7 +206,7 @@ def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch
     monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five(method, rounds=2), tmp_path / "run")
     server.play(1)
-    record = server.strategy.state.record
+    record = server.flower.state.record
     assert record.failed.keys() == {UNSAFE}
     assert "its root mean square is" in record.failed[UNSAFE]
     assert record.answered == ["client-0", "client-2", "client-3", "client-4"]
@@ -216,7 +216,7 @@ def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five("felo", outlier_factor=0.0, clip_factor=0.0), tmp_path / "run")
     server.play(1)
-    assert server.strategy.state.record.failed == {}
+    assert server.flower.state.record.failed == {}
 
 
 @pytest.mark.parametrize("method", ["felo", "fedavg", "fedtype"])

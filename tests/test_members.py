@@ -15,6 +15,7 @@ from fedhet.client_runtime.node import open_client, read_node
 from fedhet.engines import simulate as simulation
 from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
+from fedhet.server.federation import MethodStrategy
 from fedhet.server.members import Admission, Member, Members, first_of_pool, most_common_task
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, class_names_digest, read_properties
@@ -351,7 +352,7 @@ def test_a_slow_machine_is_asked_on_if_it_is_needed(takes, least, expected, noti
 def test_the_question_who_it_is_has_a_time_of_its_own(tmp_path):
     """A short round-timeout does not immediately end a run with slow machines."""
     config = small("local", round_timeout=0.5, join_timeout=77.0)
-    strategy = config.method.strategy(config, RunLog(config, tmp_path / "run", workers=1))
+    strategy = MethodStrategy(config, RunLog(config, tmp_path / "run", workers=1))
     waited = []
 
     class Asked(Node):
@@ -387,7 +388,7 @@ def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     config = small(method, models="mlp")
     log = RunLog(config, tmp_path / "run", workers=1)
-    strategy = config.method.strategy(config, log)
+    strategy = MethodStrategy(config, log)
     manager = SimpleClientManager()
     for k in range(4):
         given = {"partition-id": k, "num-partitions": 4, **({"model": name} if k == 1 else {})}
@@ -397,7 +398,7 @@ def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, m
             strategy.initialize_parameters(manager)
         return
     strategy.initialize_parameters(manager)
-    assert strategy.members["client-1"].info.model == name
+    assert strategy.method.members["client-1"].info.model == name
     asked = strategy.configure_fit(1, None, manager)
     strategy.aggregate_fit(1, [(proxy, proxy.fit(ins, None, 1)) for proxy, ins in asked], [])
     assert "client-1" in strategy.state.record.answered
@@ -440,7 +441,7 @@ def test_a_late_client_with_another_model_is_left_out_where_all_have_one(method,
     late = InlineProxy(config, read_node(node, config.run, str(tmp_path / "late")))
     for number in range(1, 4):
         server.play(number)
-        record = server.strategy.state.record
+        record = server.flower.state.record
         assert record.answered == ["client-0", "client-1", "client-2"]
         assert record.failed == {}
         server.close(number)
@@ -472,13 +473,13 @@ def test_a_model_that_the_server_cannot_build_is_not_the_one_that_it_builds():
 
 def _start(config, directory, clients):
     log = RunLog(config, directory, workers=1)
-    strategy = config.method.strategy(config, log)
+    strategy = MethodStrategy(config, log)
     manager = SimpleClientManager()
     for k in range(clients):
         node = read_node({"partition-id": k, "num-partitions": 4}, config.run, str(directory))
         manager.register(InlineProxy(config, node))
     strategy.initialize_parameters(manager)
-    return strategy.members
+    return strategy.method.members
 
 
 class Diverging(InlineProxy):
@@ -536,13 +537,13 @@ def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
 def test_a_client_that_leaves_and_returns_is_said_and_recorded(tmp_path):
     config = small("local", rounds=3, fraction=1.0)
     server = Server(config, tmp_path / "run")
-    said, strategy = [], server.strategy
-    strategy._members._notice = said.append
+    said = []
+    server.flower._members._notice = said.append
     absent = []
     for number in (1, 2, 3):
         gone = server.manager.clients.pop("client-2", None) if number == 2 else None
         server.play(number)
-        absent.append(strategy.state.record.absent)
+        absent.append(server.flower.state.record.absent)
         server.close(number)
         if gone is not None:
             server.manager.register(gone)
@@ -569,6 +570,6 @@ def test_a_run_of_sites_with_their_own_data_says_so(tmp_path):
     log, manager = RunLog(config, tmp_path / "run", workers=1), SimpleClientManager()
     node = read_node({"name": "north", "data": str(tmp_path)}, config.run, str(tmp_path / "state"))
     manager.register(InlineProxy(config, node))
-    config.method.strategy(config, log).initialize_parameters(manager)
+    MethodStrategy(config, log).initialize_parameters(manager)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["own_data"] is True
     assert log.finish().dataset == "the sites' own data"

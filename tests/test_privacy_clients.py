@@ -158,7 +158,7 @@ def replies(config, directory, seed, monkeypatch):
             assert "error" not in result.metrics, (proxy.name, result.metrics)
             arrays = [np.load(io.BytesIO(t)) for t in result.parameters.tensors]
             found.append((decode(arrays, "test")[1], dict(result.metrics)))
-        server.strategy.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, answers, [])
     return found
 
 
@@ -432,11 +432,11 @@ def test_a_run_that_is_spent_gives_nothing_more_and_is_not_to_blame(tmp_path):
     server.close(1)
     for number in (2, 3, 4, 5):
         server.play(number)
-        assert set(server.strategy.state.record.failed) == {"client-0", "client-1"}
-    assert server.strategy.state.health.eligible(6, ["client-0", "client-1"]) == [
+        assert set(server.flower.state.record.failed) == {"client-0", "client-1"}
+    assert server.flower.state.health.eligible(6, ["client-0", "client-1"]) == [
         "client-0", "client-1",
     ]  # fmt: skip
-    assert server.strategy.state.health.to_dict()["silent"] == {}
+    assert server.flower.state.health.to_dict()["silent"] == {}
 
 
 def test_a_sites_budget_lasts_for_all_runs(tmp_path):

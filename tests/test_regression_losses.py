@@ -500,7 +500,7 @@ def test_the_codec_expects_one_score_per_target_and_not_per_quantile(tmp_path):
     changes = {"data.loss": "quantile", "rounds": 1}
     server = Server(on_table("local", write(tmp_path / "a.csv"), **changes), tmp_path / "run")
     proxy, result = server.answers(server.ask(1))[0]
-    client, codec = client_of(proxy).info, server.strategy._codec
+    client, codec = client_of(proxy).info, server.flower._codec
     assert client.classes == 3
     assert "coverage.personal.private" in result.metrics
     codec.decode(client, result)

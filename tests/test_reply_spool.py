@@ -142,13 +142,13 @@ def test_what_a_killed_server_left_is_removed_and_so_is_what_a_failed_round_leav
     server = Server(small("fedavg", clients=2), tmp_path / "run")
     left.parent.mkdir()
     left.write_bytes(b"half a reply")
-    server.strategy.initialize_parameters(server.manager)
+    server.flower.initialize_parameters(server.manager)
     assert not left.exists()
     answers = server.answers(server.ask(1))
     assert {path.name for path in left.parent.iterdir()} == {"client-0", "client-1"}
     server.strategy.aggregate = lambda round, replies: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        server.strategy.aggregate_fit(1, answers, [])
+        server.flower.aggregate_fit(1, answers, [])
     assert not list(left.parent.iterdir())
 
 
@@ -199,10 +199,10 @@ def memory_of_a_round(method, clients, directory):
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
-        server.strategy.aggregate_fit(1, answers, [])
+        server.flower.aggregate_fit(1, answers, [])
         peak = tracemalloc.get_traced_memory()[1] - before
         tracemalloc.stop()
-    assert len(server.strategy.state.record.answered) == clients
+    assert len(server.flower.state.record.answered) == clients
     return peak / sum(map(len, given.parameters.tensors)), Counted.most
 
 

@@ -27,7 +27,7 @@ from fedhet.server import round as rounds
 from fedhet.server.calls import Call, CallOutcome, ClientFailureError, NamedProxy, reasons
 from fedhet.server.codec import Codec
 from fedhet.server.members import ClientHealth
-from fedhet.server.open_calls import LateReplies, OpenCalls
+from fedhet.server.open_calls import OpenCalls
 from fedhet.server.round import RoundState, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -283,7 +283,7 @@ def test_no_instruction_is_kept_unless_a_reply_can_refer_to_it(exchange, state):
 
 
 def test_a_late_reply_takes_its_instruction_to_disk_and_back(tmp_path):
-    calls = OpenCalls(LateReplies(tmp_path, "run-1"))
+    calls = OpenCalls(tmp_path, "run-1")
     for name, digest in (("a", 5), ("b", 6)):
         calls.keep(name, 1, means(), digest)
     calls.begin("ab", 1, 0.0)
@@ -314,7 +314,7 @@ def test_a_late_reply_takes_its_instruction_to_disk_and_back(tmp_path):
 
 def test_a_resumed_run_has_the_calls_whose_replies_are_on_disk_and_makes_the_others_again(tmp_path):
     """A reply that arrives after the run was interrupted is stored with its instruction."""
-    calls = OpenCalls(LateReplies(tmp_path, "run-1"), keep_all=True)
+    calls = OpenCalls(tmp_path, "run-1", keep_all=True)
     for name in ("a", "b", "c"):
         calls.keep(name, 1, means())
     calls.begin("abc", 1, 2.0)
@@ -328,7 +328,7 @@ def test_a_resumed_run_has_the_calls_whose_replies_are_on_disk_and_makes_the_oth
     assert not calls.at_work
     calls.store(made["b"], result)
     for is_simulated, times in ((False, (0.0, 0.0)), (True, (2.0, 5.0))):
-        again = OpenCalls(LateReplies(tmp_path, "run-1"), keep_all=True)
+        again = OpenCalls(tmp_path, "run-1", keep_all=True)
         known = {name: call for name, call in saved.items() if name != "b" or not is_simulated}
         again.load_dict(known, is_simulated=is_simulated)
         assert again.at_work == ({"a"} if is_simulated else {"a", "b"})

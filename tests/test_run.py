@@ -99,7 +99,7 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
     told = []
     for order in (1, -1):
         server = Server(small(), tmp_path / f"order{order}" / "run")
-        server.strategy.aggregate_fit(1, server.answers(server.ask(1))[::order], [])
+        server.flower.aggregate_fit(1, server.answers(server.ask(1))[::order], [])
         told.append([(p.name, i.parameters.tensors[1:]) for p, i in server.ask(2)])
     assert told[0] == told[1]
 
@@ -188,7 +188,7 @@ def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, changes, signed, fau
         (proxy, altered(result, edit, **signed) if proxy.name == "client-2" else result)
         for proxy, result in server.answers(server.ask(1))
     ]
-    server.strategy.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, answers, [])
     server.close(1)
     record = records(tmp_path / "run")[0]
     assert record["failed"].keys() == {"client-2"}
@@ -222,8 +222,8 @@ def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
     answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
-    server.strategy.aggregate_fit(1, answers, [])
-    failed = server.strategy.state.record.failed
+    server.flower.aggregate_fit(1, answers, [])
+    failed = server.flower.state.record.failed
     assert failed["client-0"].startswith("array 1: not a valid .npy array")
     assert failed["client-1"].startswith("payload: must be at most 0.5 MB, got 1.")
     assert failed["client-2"].startswith(

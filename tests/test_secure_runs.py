@@ -148,7 +148,7 @@ def test_a_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, metho
     config = config_of(method, rounds=3, **SECURE, **one_model)
     server = Server(config, tmp_path)
     notices: list[str] = []
-    server.log.notice = server.strategy.state.notice = notices.append
+    server.log.notice = server.flower.state.notice = notices.append
     server.play(1)
     server.close(1)
     before = server.strategy.state_dict()
@@ -163,7 +163,7 @@ def test_a_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, metho
             inner._node = replace(inner._node, training=other.run.training)
         answers += server.answers([(proxy, ins)])
     assert all("masked/0" in reply_of(result).tensors for _, result in answers)
-    server.strategy.aggregate_fit(2, answers, [])
+    server.flower.aggregate_fit(2, answers, [])
     lanes = config.method.spec.sums.of(config.method_settings)
     assert sum("is lost" in text for text in notices) == len(lanes), notices
     derived = "round 2: client-0 derived other keys than most clients"
@@ -310,7 +310,7 @@ def test_a_client_sends_nothing_about_its_own_samples(tmp_path):
         vector = sent.tensors["masked/0"][-len(weights) :].view(np.int32)
         assert abs(np.corrcoef(vector.astype(float), weights)[0, 1]) < 0.05, "a mask is there"
     for each, is_plain in ((server, False), (plain, True)):
-        asked = each.strategy.configure_evaluate(1, None, each.manager)
+        asked = each.flower.configure_evaluate(1, None, each.manager)
         for proxy, instruction in asked:
             result = proxy.evaluate(instruction, None, 0)
             assert "accuracy.common.global" in result.metrics
@@ -515,8 +515,8 @@ def test_a_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_p
         (directory := tmp_path / f"{secure}").mkdir()
         changes = {"clients": 3, **(SECURE if secure else {})}
         server = Server(config_of("fedavg", **changes), directory)
-        reason = server.strategy.state.health.exclusion_reason
-        server.strategy.state.health.exclusion_reason = lambda round, name, reason=reason: (
+        reason = server.flower.state.health.exclusion_reason
+        server.flower.state.health.exclusion_reason = lambda round, name, reason=reason: (
             "backing off" if name == "client-1" else ""
         )
         assert len(server.ask(1)) == called

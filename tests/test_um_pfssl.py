@@ -287,7 +287,7 @@ class Wire:
 
     def __init__(self, config, directory):
         self.server = Server(config, directory)
-        self.strategy = self.server.strategy
+        self.strategy, self.flower = self.server.strategy, self.server.flower
         self.sent = []
         """(round, client's number, model's number, version, role)."""
 
@@ -314,7 +314,7 @@ class Wire:
     def play(self, round, without=()):
         asked = self.ask(round)
         answers = self.server.answers([pair for pair in asked if pair[0].name not in without])
-        self.strategy.aggregate_fit(round, answers, [])
+        self.flower.aggregate_fit(round, answers, [])
         self.server.close(round)
         return {proxy.name for proxy, _ in asked}
 
@@ -328,7 +328,7 @@ def test_the_protocol_of_a_small_federation(tmp_path):
     trained = {1: set(names)}
     for round in range(2, 9):
         asked = wire.play(round)
-        trained[round] = set(asked) & set(wire.strategy.state.selection.training)
+        trained[round] = set(asked) & set(wire.flower.state.selection.training)
         assert len(trained[round]) == 2
     numbers = wire.strategy.numbers
     uploads = {n: [r for r in trained if name in trained[r]] for name, n in numbers.items()}
@@ -378,7 +378,7 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
     asked = wire.ask(1)
     answers = wire.server.answers(asked)
     arrived = [pair for pair in answers if pair[0].name != "client-1"]
-    wire.strategy.aggregate_fit(1, arrived, [])
+    wire.flower.aggregate_fit(1, arrived, [])
     wire.server.close(1)
     assert set(wire.strategy.versions) == {0, 2, 3}
     client = client_of(next(proxy for proxy, _ in asked if proxy.name == "client-1"))
@@ -419,7 +419,7 @@ def test_nothing_new_is_not_sent(tmp_path):
         for name in asked:
             number = wire.strategy.numbers[name]
             got = [row for row in wire.sent if row[:2] == (round, number)]
-            assert got or name in wire.strategy.state.selection.training
+            assert got or name in wire.flower.state.selection.training
 
 
 def test_a_restored_run_continues_bit_for_bit(tmp_path):
@@ -433,7 +433,7 @@ def test_a_restored_run_continues_bit_for_bit(tmp_path):
     other = Wire(config, tmp_path / "two")
     for folder in ("pool", "state"):
         shutil.copytree(tmp_path / "one" / folder, tmp_path / "two" / folder, dirs_exist_ok=True)
-    other.strategy._codec._run = wire.server.log.run_name
+    other.flower._codec._run = wire.server.log.run_name
     other.strategy.load_state_dict(saved)
     for round in (4, 5):
         assert wire.play(round) == other.play(round)
@@ -450,7 +450,7 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     for round in (1, 2, 3):
         wire.play(round)
     asked = wire.ask(4)
-    searching = wire.strategy.state.selection.assisting
+    searching = wire.flower.state.selection.assisting
     assert searching
     for proxy, ins in asked:
         assert ins.config["evaluate"] == (proxy.name not in searching)
@@ -458,8 +458,8 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
     for proxy, result in answers:
         measured = any(name.startswith("accuracy") for name in result.metrics)
         assert measured == (proxy.name not in searching)
-    wire.strategy.aggregate_fit(4, answers, [])
-    assert not json.loads(wire.strategy.state.to_json())["changed"]
+    wire.flower.aggregate_fit(4, answers, [])
+    assert not json.loads(wire.flower.state.to_json())["changed"]
 
 
 @pytest.mark.parametrize(
@@ -482,9 +482,9 @@ def test_a_list_that_cannot_be_is_ignored(tmp_path, numbers, fault):
         else (proxy, result)
         for proxy, result in wire.server.answers(wire.ask(3))
     ]
-    wire.strategy.aggregate_fit(3, answers, [])
+    wire.flower.aggregate_fit(3, answers, [])
     assert wire.strategy.lists["client-2"] == before["client-2"]
-    assert wire.strategy.state.record.failed == {}
+    assert wire.flower.state.record.failed == {}
     assert [
         text
         for text in notices
@@ -497,7 +497,7 @@ def test_replies_wait_on_disk(tmp_path):
     answers = wire.server.answers(wire.ask(1))
     assert all(isinstance(result.parameters, SpooledPayload) for _, result in answers)
     assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
-    wire.strategy.aggregate_fit(1, answers, [])
+    wire.flower.aggregate_fit(1, answers, [])
     assert not list((tmp_path / "run" / "inbox").iterdir())
     assert wire.strategy.pool.contents() == [(0, 1), (1, 1), (2, 1)]
 

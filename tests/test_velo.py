@@ -274,7 +274,7 @@ def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_p
     for round in (1, 2):
         answers = server.answers(server.ask(round))
         torch.set_num_threads(2)
-        server.strategy.aggregate_fit(round, answers, [])
+        server.flower.aggregate_fit(round, answers, [])
         assert torch.get_num_threads() == server.strategy.run.engine.threads == 1
 
 

@@ -120,7 +120,7 @@ def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
     for number in (1, 2, 3):
         asked = server.ask(number)
         for proxy, ins in asked:
-            kept = server.strategy.state.calls.sent(proxy.name, number)[0]
+            kept = server.flower.state.calls.sent(proxy.name, number)[0]
             came = received(proxy, ins).tensors
             if kept is None:  # without weights, nothing builds on it
                 assert number == 1
@@ -128,7 +128,7 @@ def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
                 continue
             assert kept.tensors.keys() == came.keys()
             assert all(kept.tensors[n].tobytes() == v.tobytes() for n, v in came.items())
-        server.strategy.aggregate_fit(number, server.answers(asked), [])
+        server.flower.aggregate_fit(number, server.answers(asked), [])
         server.close(number)
 
 
@@ -163,20 +163,21 @@ def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp
             _, answers = server.play(number)
             assert not any("error" in result.metrics for _, result in answers)
             server.close(number)
-    whole, lost = (server.strategy for server in servers)
-    for name, value in whole.averaged["weights"].items():
-        assert value.tobytes() == lost.averaged["weights"][name].tobytes()
-    assert lost.state.record.bytes_down > whole.state.record.bytes_down + 20_000
-    assert lost.state.record.answered == whole.state.record.answered
+    whole, lost = (server.strategy.averaged["weights"] for server in servers)
+    for name, value in whole.items():
+        assert value.tobytes() == lost[name].tobytes()
+    whole, lost = (server.flower.state.record for server in servers)
+    assert lost.bytes_down > whole.bytes_down + 20_000
+    assert lost.answered == whole.answered
 
 
 def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
     server = Server(encoded(), tmp_path)
     asked = server.ask(1)
-    server.strategy.state.calls.close(asked[0][0].name, 1)
+    server.flower.state.calls.close(asked[0][0].name, 1)
     answers = server.answers(asked)
-    server.strategy.aggregate_fit(1, answers, [])
-    failed = server.strategy.state.record.failed
+    server.flower.aggregate_fit(1, answers, [])
+    failed = server.flower.state.record.failed
     assert list(failed) == [asked[0][0].name]
     assert "base: " in failed[asked[0][0].name]
 
@@ -214,14 +215,14 @@ def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
         answers = server.answers(asked)
         for proxy, result in answers:
             client, start = client_of(proxy), starts[proxy.name]
-            find = server.strategy.state.calls.bases_of(proxy.name)
+            find = server.flower.state.calls.bases_of(proxy.name)
             reply = decode(parameters_to_ndarrays(result.parameters), "a", find)[1]
             for name, value in reply.group("weights").items():
                 place = proxy.name, name
                 after = client.network.state_dict()[name].numpy()
                 learned[place] = learned.get(place, 0) + after - start[name]
                 came[place] = came.get(place, 0) + value - start[name]
-        server.strategy.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, answers, [])
         if number < 3:
             server.close(number)
     compared = 0

@@ -21,7 +21,7 @@ from fedhet.runs.log import RunLog, Watcher, trackers_of
 from fedhet.runs.progress import status_file
 from fedhet.runs.records import Summary
 from fedhet.runs.units import console_for, log_error
-from fedhet.server.pace import FederationServer
+from fedhet.server.federation import FederationServer
 from fedhet.wire.identity import is_name
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5

@@ -237,8 +237,6 @@ class RoundResults:
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
-    at_work: set[str] = field(default_factory=set)
-    """Clients that are still working on an instruction, so their replies will be late."""
     canceled: set[str] = field(default_factory=set)
     """Clients that were not called, because the round closed before their turn."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -32,6 +32,8 @@ from fedhet.server.reply import SpooledPayload, StoredPayload, bytes_of
 from fedhet.wire.identity import is_name
 from fedhet.wire.knowledge import Bases, Envelope, Knowledge
 
+SUFFIX = ".safetensors"
+
 
 @dataclass(eq=False)
 class OpenCall:
@@ -65,15 +67,26 @@ class OpenCalls:
     The codec and the pool's threads may call the methods from any thread.
     """
 
-    def __init__(self, late: LateReplies | None = None, *, keep_all: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path = Path(),
+        run: str = "",
+        max_bytes: float = math.inf,
+        *,
+        keep_all: bool = False,
+    ) -> None:
         """Create the object without calls.
 
         Args:
-            late: Store for late replies, or None if no reply can be late.
+            directory: Directory of the run, in which late replies are stored.
+            run: Name of the run.
+            max_bytes: Maximum size of a late reply. Of a larger reply, only the size is stored, so
+                the reply is refused later.
             keep_all: Whether to keep the content of every instruction until the reply is used.
                 Otherwise, an instruction is kept only if a reply can refer to its weights.
         """
-        self._late, self._keep_all = late, keep_all
+        self._directory, self._folder = directory, Folder(directory / "late", directory)
+        self._run, self._max_bytes, self._keep_all = run, max_bytes, keep_all
         self._lock = threading.Lock()
         self._calls: dict[str, OpenCall] = {}
         self.late_rounds: dict[str, int] = {}
@@ -140,8 +153,35 @@ class OpenCalls:
 
         Raises StateError if a file cannot be written.
         """
-        assert self._late is not None
-        self._late.put(call.name, result, call.round, *self.sent(call.name, call.round))
+        payload, size = result.parameters, bytes_of(result.parameters)
+        if isinstance(payload, SpooledPayload):
+            payload = payload.read()
+        arrays = {
+            str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+            for number, data in enumerate(payload.tensors if size <= self._max_bytes else ())
+        }
+        sent, digest = self.sent(call.name, call.round)
+        instruction = sent or Knowledge()
+        base = {
+            name: torch.from_numpy(np.array(value, order="C"))
+            for name, value in instruction.tensors.items()
+        }
+        metadata: dict[str, int | float | str] = {
+            "run": self._run,
+            "client": call.name,
+            "round": call.round,
+            "code": result.status.code.value,
+            "message": result.status.message,
+            "samples": result.num_examples,
+            "metrics": json.dumps(dict(result.metrics), default=repr),
+            "arrays": len(arrays),
+            "size": size,
+            "sent": sent is not None,
+            "digest": digest,
+            "scalars": json.dumps(dict(instruction.scalars)),
+        }
+        tensors = grouped("payload", arrays) | grouped("sent", base)
+        save(self._file(call.name), tensors, metadata, self._directory)
         with self._lock:
             if (kept := self._calls.get(call.name)) and kept.round == call.round:
                 kept.sent, kept.digest = None, 0
@@ -157,11 +197,28 @@ class OpenCalls:
         assert outcome is not None
         if call.round != round:
             self.late_rounds[client] = call.round
-        if outcome.is_on_disk:
-            assert self._late is not None
-            result, _, call.sent, call.digest = self._late.get(client)
-            outcome = replace(outcome, result=result)
-        return outcome
+        return self._read(outcome, call) if outcome.is_on_disk else outcome
+
+    def _read(self, outcome: CallOutcome, call: OpenCall) -> CallOutcome:
+        """Read a late reply and its instruction from disk."""
+        path = self._file(outcome.call.name)
+        tensors, metadata = load(path)
+        payload, base = group(tensors, "payload"), group(tensors, "sent")
+        try:
+            arrays = [payload[str(n)].numpy().tobytes() for n in range(int(metadata["arrays"]))]
+            result = FitRes(
+                Status(Code(metadata["code"]), str(metadata["message"])),
+                StoredPayload(arrays, "numpy.ndarray", int(metadata["size"])),
+                int(metadata["samples"]),
+                json.loads(str(metadata["metrics"])),
+            )
+            scalars = json.loads(str(metadata["scalars"]))
+            instruction = Knowledge({name: v.numpy() for name, v in base.items()}, scalars)
+            call.sent = instruction if metadata["sent"] else None
+            call.digest = int(metadata["digest"])
+        except (LookupError, ValueError, TypeError, RecursionError) as error:
+            raise StateError(f"{path} is not a late reply saved by fedhet: {error!r}") from error
+        return replace(outcome, result=result)
 
     def close(self, client: str, round: int) -> None:
         """Forget a client's call of a round, whose reply was used or cannot arrive."""
@@ -174,8 +231,7 @@ class OpenCalls:
 
         Call this after the checkpoint of the round is written.
         """
-        if self._late is not None:
-            self._late.remove(self.late_rounds.keys() - self.at_work)
+        self._remove(self.late_rounds.keys() - self.at_work)
 
     def end(self) -> None:
         """Stop waiting for replies. Late replies that still arrive are stored on disk."""
@@ -189,7 +245,7 @@ class OpenCalls:
         """Return the clients at work, with round, start and due time, for a checkpoint."""
         return {
             name: [call.round, call.began, call.due if call.outcome else None]
-            for name in self.at_work
+            for name in sorted(self.at_work)
             for call in [self._calls[name]]
         }
 
@@ -199,15 +255,30 @@ class OpenCalls:
         Raises ValueError, KeyError or TypeError if the state is invalid.
 
         Only clients whose late replies are stored on disk are restored as busy. All other busy
-        clients were still training when the server ended, so they are called again.
+        clients were still training when the server ended, so they are called again. All other
+        replies on disk are removed.
         """
-        assert self._late is not None
-        rounds = {str(name): int(call[0]) for name, call in saved.items()}
-        for name, round in self._late.restore(rounds).items():
-            began, due = map(float, saved[name][1:] if is_simulated else (0.0, 0.0))
-            result = FitRes(Status(Code.OK, ""), NOTHING, 0, {})
-            outcome = CallOutcome(Call(NamedProxy(name), round, None), result, is_late=True)
-            self._calls[name] = OpenCall(round, None, 0, True, began, outcome, due)
+        rounds = {name: int(call[0]) for name, call in saved.items()}
+        paths = self._folder.path.glob(f"*{SUFFIX}")
+        names = {path.stem for path in paths if is_name(path.stem)}
+        self._calls.clear()
+        for name in names & rounds.keys():
+            with contextlib.suppress(StateError):
+                metadata, round = load_metadata(self._file(name)), rounds[name]
+                if (metadata.get("run"), metadata.get("round")) != (self._run, round):
+                    continue
+                began, due = map(float, saved[name][1:] if is_simulated else (0.0, 0.0))
+                result = FitRes(Status(Code.OK, ""), NOTHING, 0, {})
+                outcome = CallOutcome(Call(NamedProxy(name), round, None), result, is_late=True)
+                self._calls[name] = OpenCall(round, None, 0, True, began, outcome, due)
+        self._remove(names - self._calls.keys())
+
+    def _file(self, client: str) -> Path:
+        return self._folder.path / f"{client}{SUFFIX}"
+
+    def _remove(self, clients: Collection[str]) -> None:
+        if clients:
+            self._folder.remove(self._file(client).name for client in clients)
 
     def _call(self, client: str, round: int) -> OpenCall:
         """Return the client's call of a round, which replaces a call of another round."""
@@ -215,113 +286,3 @@ class OpenCalls:
         if call is None or call.round != round:
             call = self._calls[client] = OpenCall(round)
         return call
-
-
-LATE_DIRECTORY, SUFFIX = "late", ".safetensors"
-
-
-class LateReplies:
-    """On-disk store for the late replies of one run, with at most one reply per client."""
-
-    def __init__(self, directory: Path, run: str, max_bytes: float = math.inf) -> None:
-        """Create the store for the run named `run`, in the run's directory.
-
-        Of a reply larger than `max_bytes`, only the size is written, so the reply is refused later.
-        """
-        self._directory, self._path, self._run = directory, directory / LATE_DIRECTORY, run
-        self._max_bytes = max_bytes
-
-    def put(
-        self, client: str, result: FitRes, round: int, sent: Knowledge | None, digest: int
-    ) -> None:
-        """Write a client's reply to disk atomically. Raises StateError if writing fails.
-
-        Args:
-            client: Name of the client.
-            result: The client's reply.
-            round: The round of the instruction to which the client replied.
-            sent: Content of the instruction, or None if it was not kept.
-            digest: Digest of the weights in `sent`, if the reply is encoded as a difference from
-                these weights.
-        """
-        payload, size = result.parameters, bytes_of(result.parameters)
-        if isinstance(payload, SpooledPayload):
-            payload = payload.read()
-        arrays = {
-            str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-            for number, data in enumerate(payload.tensors if size <= self._max_bytes else ())
-        }
-        instruction = sent or Knowledge()
-        base = {
-            name: torch.from_numpy(np.array(value, order="C"))
-            for name, value in instruction.tensors.items()
-        }
-        metadata: dict[str, int | float | str] = {
-            "run": self._run,
-            "client": client,
-            "round": round,
-            "code": result.status.code.value,
-            "message": result.status.message,
-            "samples": result.num_examples,
-            "metrics": json.dumps(dict(result.metrics), default=repr),
-            "arrays": len(arrays),
-            "size": size,
-            "sent": sent is not None,
-            "digest": digest,
-            "scalars": json.dumps(dict(instruction.scalars)),
-        }
-        tensors = grouped("payload", arrays) | grouped("sent", base)
-        save(self._file(client), tensors, metadata, self._directory)
-
-    def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
-        """Return the arguments that `put` received for a client.
-
-        Raises StateError if the reply cannot be read.
-        """
-        path = self._file(client)
-        tensors, metadata = load(path)
-        payload, base = group(tensors, "payload"), group(tensors, "sent")
-        try:
-            arrays = [payload[str(n)].numpy().tobytes() for n in range(int(metadata["arrays"]))]
-            result = FitRes(
-                Status(Code(metadata["code"]), str(metadata["message"])),
-                StoredPayload(arrays, "numpy.ndarray", int(metadata["size"])),
-                int(metadata["samples"]),
-                json.loads(str(metadata["metrics"])),
-            )
-            instruction = Knowledge(
-                {name: value.numpy() for name, value in base.items()},
-                json.loads(str(metadata["scalars"])),
-            )
-            sent = instruction if metadata["sent"] else None
-            return result, int(metadata["round"]), sent, int(metadata["digest"])
-        except (LookupError, ValueError, TypeError, RecursionError) as error:
-            raise StateError(f"{path} is not a late reply saved by fedhet: {error!r}") from error
-
-    def remove(self, clients: Collection[str]) -> None:
-        """Remove the replies of some clients."""
-        if clients:
-            folder = Folder(self._path, self._directory)
-            folder.remove(self._file(client).name for client in clients)
-
-    def restore(self, rounds: Mapping[str, int]) -> dict[str, int]:
-        """Find this run's replies for the given rounds, and remove all other replies.
-
-        Args:
-            rounds: The round of each client's late reply.
-
-        Returns:
-            The entries of `rounds` whose replies are on disk.
-        """
-        names = {path.stem for path in self._path.glob(f"*{SUFFIX}") if is_name(path.stem)}
-        restored: dict[str, int] = {}
-        for name in names & rounds.keys():
-            with contextlib.suppress(StateError):
-                metadata = load_metadata(self._file(name))
-                if (metadata.get("run"), metadata.get("round")) == (self._run, rounds[name]):
-                    restored[name] = rounds[name]
-        self.remove(names - restored.keys())
-        return restored
-
-    def _file(self, client: str) -> Path:
-        return self._path / f"{client}{SUFFIX}"

@@ -1,9 +1,9 @@
-"""The server's loop over the rounds, and collection of replies until a round closes.
+"""Calls to the clients of a round, and collection of replies until the round closes.
 
-`FederationServer` runs the rounds, and `Collector` calls the clients. A round closes on the
-machine's clock or, in a simulation, on a simulated clock. A client that has not replied by then is
-late. A late client is not called again while it is working, and its reply is used in the round in
-which the reply arrives. In contrast, Flower's own server waits for all clients.
+A round closes on the machine's clock or, in a simulation, on a simulated clock. A client that has
+not replied by then is late. A late client is not called again while it is working, and its reply is
+used in the round in which the reply arrives. In contrast, Flower's own server waits for all
+clients.
 
 On the simulated clock, a client's time for a round is its work divided by its speed, plus the bytes
 that it receives and sends divided by its bandwidth. This time depends only on the seed, the client
@@ -12,9 +12,7 @@ and the round, so a run has the same results if it is resumed or uses more worke
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,33 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.common import EvaluateIns, FitIns, FitRes, Parameters, Scalar
-from flwr.server import History, Server
-from flwr.server.client_manager import ClientManager
+from flwr.common import EvaluateIns, FitIns, FitRes
 from flwr.server.client_proxy import ClientProxy
-from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 
-from fedhet.algorithms.rounds import (
-    RECENT,
-    Closing,
-    is_hit,
-    median_duration,
-    replies_to_close,
-)
-from fedhet.base.errors import (
-    FedhetError,
-    SettingsError,
-    StateError,
-    describe_error,
-    error_location,
-    nearest,
-    one_line,
-)
+from fedhet.algorithms.rounds import RECENT, Closing, is_hit, median_duration, replies_to_close
+from fedhet.base.errors import SettingsError, StateError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
-from fedhet.config.resolve import Config, honest_majority
-from fedhet.data.store import RunData
-from fedhet.methods.registry import shipped_names
-from fedhet.runs.log import RunLog
+from fedhet.config.resolve import honest_majority
 from fedhet.server.calls import (
     Call,
     CallOutcome,
@@ -56,7 +34,6 @@ from fedhet.server.calls import (
     ClientFailureError,
     NamedProxy,
     RoundResults,
-    UserCodeFault,
 )
 from fedhet.server.codec import Codec
 from fedhet.server.open_calls import OpenCalls
@@ -70,8 +47,6 @@ MAX_BYTES = 64 * 2**20
 """Maximum size of a file with measured devices, in bytes."""
 MIN_GRACE = 10.0
 """Minimum grace period of an evaluation, in seconds."""
-CALLS_PER_WORKER = 2
-"""Concurrent calls per worker: one client trains, and the next client waits for the worker."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +259,6 @@ class Collector:
             self._durations = [*self._durations, ends - began][-RECENT:]
         for name in sorted(self._calls.at_work):
             self._collect(name, round, ends, results)
-        results.at_work = self._calls.at_work
         return results
 
     def evaluate(
@@ -304,7 +278,6 @@ class Collector:
         for outcome in self._evaluated:
             results.add(outcome)
         self._evaluated = []
-        results.at_work = set(self._evaluating)
         return results
 
     # Methods for checkpoints.
@@ -405,97 +378,3 @@ def _calls(instructions: Instructions, round: int, timeout: float | None) -> lis
         for proxy, message in instructions
         if isinstance(proxy, NamedProxy)
     ]
-
-
-FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
-EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
-
-
-class _StoppedEarly(Exception):  # noqa: N818
-    """Raised to end Flower's loop over the rounds early."""
-
-
-class FederationServer(Server):
-    """Flower server that can resume runs, and close rounds without waiting for all clients.
-
-    As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
-    followed by the corresponding steps for the evaluation.
-    """
-
-    def __init__(
-        self, config: Config, log: RunLog, manager: ClientManager, data: RunData | None = None
-    ) -> None:
-        strategy = config.method.strategy(config, log, data)
-        super().__init__(client_manager=manager, strategy=strategy)
-        self._method = strategy
-        self.set_max_workers(min(config.run.clients, CALLS_PER_WORKER * log.workers))
-        self._log = log
-
-    def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the remaining rounds, and write the summary.
-
-        Raises FedhetError if a custom method failed, or if the run has no result because no client
-        replied or could be evaluated in the last rounds. The run's directory records the reason.
-        """
-        result: tuple[History, float] = (History(), 0.0)
-        self._method.collector.open(self.max_workers or 1)
-        with contextlib.closing(self._log):
-            try:
-                with contextlib.suppress(_StoppedEarly):
-                    result = super().fit(num_rounds - self._log.done, timeout)
-                if fault := self._log.missing_result():
-                    raise FedhetError(fault)
-            except Exception as error:
-                reported = self._reported(error)
-                self._log.fail(reported)
-                if reported is not error:
-                    raise reported from error
-                raise
-            finally:
-                self._method.collector.close()
-            self._log.finish()
-        return result
-
-    def _reported(self, error: Exception) -> Exception:
-        """Return the error with which the run fails.
-
-        An error in a custom method is converted to a StateError with a one-line message, and its
-        traceback is written to the log.
-        """
-        method = self._log.config.method
-        if isinstance(error, FedhetError) or method.name in shipped_names():
-            return error
-        fault = UserCodeFault.of(error)
-        logging.getLogger("flwr").error("%s", fault.traceback)
-        in_file = (self._log.directory / "flower.log").exists()
-        where = "The run's flower.log" if in_file else "The server's log"
-        place = error_location(error, method.modules[0])
-        reported = StateError(
-            f"method '{method.name}' failed on the server: {describe_error(error)}{place}. "
-            f"{where} contains the full traceback."
-        )
-        reported.add_note(fault.user_frames)
-        return reported
-
-    def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Run the training of a round. Flower counts `server_round` from the last resume."""
-        number, method = self._log.done + server_round, self._method
-        if number > self._log.last_round:
-            raise _StoppedEarly
-        instructions = method.configure_fit(number, self.parameters, self.client_manager())
-        if not instructions and not method.collector.clients_at_work:
-            return None
-        replies = method.collector.fit(number, instructions, method.state.needed, timeout)
-        method.close_round(replies)
-        parameters, metrics = method.aggregate_fit(number, replies.results, replies.failures)
-        return parameters, metrics, (replies.results, replies.failures)
-
-    def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Run the evaluation of a round. Flower counts `server_round` from the last resume."""
-        number, method = self._log.done + server_round, self._method
-        instructions = method.configure_evaluate(number, self.parameters, self.client_manager())
-        if not instructions:
-            return None
-        replies = method.collector.evaluate(number, instructions, timeout)
-        loss, metrics = method.aggregate_evaluate(number, replies.results, replies.failures)
-        return loss, metrics, (replies.results, replies.failures)

@@ -142,7 +142,7 @@ class RoundState:
         """
         record = self.record
         record.asked = sorted({*record.asked} - results.canceled)
-        record.late, record.clock = sorted(results.at_work), results.clock
+        record.late, record.clock = sorted(self.calls.at_work), results.clock
         if quiet:
             return
         if late := [name for name in record.late if name in {*record.asked}]:

@@ -1,0 +1,545 @@
+"""Flower server and strategy that run the rounds of a method.
+
+In a round, the strategy calls the method's `select` and `instruct`, and `Collector` calls the
+clients. The strategy then decodes the replies, checks them against the contract, passes them
+through the steps of `fedhet.server.steps` (such as simulated attacks and robust aggregation), and
+calls `accept` for each remaining reply. Finally, it calls `aggregate` and evaluates the models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
+from flwr.server import History, Server
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
+from flwr.server.strategy import Strategy
+
+from fedhet.base.arrays import check_dtypes
+from fedhet.base.errors import (
+    FedhetError,
+    InvalidInstructionError,
+    KnowledgeError,
+    StateError,
+    definition_of,
+    describe_error,
+    error_location,
+)
+from fedhet.base.metrics import is_shown, measured_names
+from fedhet.config.resolve import Config
+from fedhet.data.store import RunData
+from fedhet.learning.devices import compute_for
+from fedhet.methods.registry import BASES, shipped_names
+from fedhet.models import evaluate_model
+from fedhet.runs.log import RunLog
+from fedhet.runs.measures import Measured, by_score_key, count_tested, mean_metrics
+from fedhet.runs.records import Headline
+from fedhet.runs.storage import Checkpoint
+from fedhet.server.calls import (
+    NOTHING,
+    Failures,
+    NamedProxy,
+    RoundResults,
+    UserCodeFault,
+    UserCodeFaults,
+    is_user_code_error,
+    name_of,
+    reasons,
+)
+from fedhet.server.codec import Codec, InstructionEncoder, without_versions
+from fedhet.server.members import HELD_OUT_KINDS, ClientHealth, HeldOutClients, Member, Members
+from fedhet.server.open_calls import OpenCalls
+from fedhet.server.pace import Collector
+from fedhet.server.reply import Reply, ReplySpool
+from fedhet.server.round import RoundState, Selection, track_divergence
+from fedhet.server.steps import steps_of
+from fedhet.server.unmasking import Unmasking
+from fedhet.wire.contract import Sizes
+from fedhet.wire.encodings import Coder
+from fedhet.wire.identity import SERVER, ClientInfo
+from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.masking import MASKED_CONTRACT
+
+if TYPE_CHECKING:
+    from fedhet.strategies.base import HetStrategy
+
+PACE = "pace"
+"""Checkpoint metadata key for the calls in progress and the history of client selection."""
+CALLS_PER_WORKER = 2
+"""Concurrent calls per worker: one client trains, and the next client waits for the worker."""
+FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
+EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
+
+
+class _StoppedEarly(Exception):  # noqa: N818
+    """Raised to end Flower's loop over the rounds early."""
+
+
+class FederationServer(Server):
+    """Flower server that can resume runs, and close rounds without waiting for all clients.
+
+    As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
+    followed by the corresponding steps for the evaluation.
+    """
+
+    def __init__(
+        self, config: Config, log: RunLog, manager: ClientManager, data: RunData | None = None
+    ) -> None:
+        self._strategy = MethodStrategy(config, log, data)
+        super().__init__(client_manager=manager, strategy=self._strategy)
+        self.set_max_workers(min(config.run.clients, CALLS_PER_WORKER * log.workers))
+        self._log = log
+
+    def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
+        """Run the remaining rounds, and write the summary.
+
+        Raises FedhetError if a custom method failed, or if the run has no result because no client
+        replied or could be evaluated in the last rounds. The run's directory records the reason.
+        """
+        result: tuple[History, float] = (History(), 0.0)
+        self._strategy.collector.open(self.max_workers or 1)
+        with contextlib.closing(self._log):
+            try:
+                with contextlib.suppress(_StoppedEarly):
+                    result = super().fit(num_rounds - self._log.done, timeout)
+                if fault := self._log.missing_result():
+                    raise FedhetError(fault)
+            except Exception as error:
+                reported = self._reported(error)
+                self._log.fail(reported)
+                if reported is not error:
+                    raise reported from error
+                raise
+            finally:
+                self._strategy.collector.close()
+            self._log.finish()
+        return result
+
+    def _reported(self, error: Exception) -> Exception:
+        """Return the error with which the run fails.
+
+        An error in a custom method is converted to a StateError with a one-line message, and its
+        traceback is written to the log.
+        """
+        method = self._log.config.method
+        if isinstance(error, FedhetError) or method.name in shipped_names():
+            return error
+        fault = UserCodeFault.of(error)
+        logging.getLogger("flwr").error("%s", fault.traceback)
+        in_file = (self._log.directory / "flower.log").exists()
+        where = "The run's flower.log" if in_file else "The server's log"
+        place = error_location(error, method.modules[0])
+        reported = StateError(
+            f"method '{method.name}' failed on the server: {describe_error(error)}{place}. "
+            f"{where} contains the full traceback."
+        )
+        reported.add_note(fault.user_frames)
+        return reported
+
+    def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
+        """Run the training of a round. Flower counts `server_round` from the last resume."""
+        number, strategy = self._log.done + server_round, self._strategy
+        if number > self._log.last_round:
+            raise _StoppedEarly
+        instructions = strategy.configure_fit(number, self.parameters, self.client_manager())
+        if not instructions and not strategy.collector.clients_at_work:
+            return None
+        replies = strategy.collector.fit(number, instructions, strategy.state.needed, timeout)
+        strategy.close_round(replies)
+        parameters, metrics = strategy.aggregate_fit(number, replies.results, replies.failures)
+        return parameters, metrics, (replies.results, [*replies.failures])
+
+    def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
+        """Run the evaluation of a round. Flower counts `server_round` from the last resume."""
+        number, strategy = self._log.done + server_round, self._strategy
+        instructions = strategy.configure_evaluate(number, self.parameters, self.client_manager())
+        if not instructions:
+            return None
+        replies = strategy.collector.evaluate(number, instructions, timeout)
+        loss, metrics = strategy.aggregate_evaluate(number, replies.results, replies.failures)
+        return loss, metrics, (replies.results, [*replies.failures])
+
+
+class MethodStrategy(Strategy):
+    """Flower strategy that runs the rounds of a run and calls the hooks of its method."""
+
+    def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
+        self.method: HetStrategy = config.method.strategy(config, log, data)
+        self.log, method = log, self.method
+        self._held_out = HeldOutClients(config.run, method.spec)
+        self._code_faults = UserCodeFaults(log.notice, strict=config.run.engine.strict)
+        self._members = Members.of(config, method.data, log.notice, self._code_faults)
+        engine, pace, spec = config.run.engine, config.run.pace, method.spec
+        limit = int(engine.max_payload_mb * 1e6)
+        keep_all = pace.may_be_late and spec.late != "refused"
+        calls = OpenCalls(log.directory, log.run_name, limit, keep_all=keep_all)
+        health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
+        self.state = RoundState(log.workers, log.notice, health, Headline.of(spec), calls)
+        # The codec encodes instructions and decodes replies. The spool stores replies on disk.
+        self._codec = Codec(
+            log.run_name,
+            config.method,
+            limit,
+            self.state,
+            config.run.metrics,
+            max_age=pace.max_age,
+            encoder=InstructionEncoder(
+                Coder.for_contract(config.run.wire, spec.instructions, config.run.seed)
+            ),
+            per_target=method.task.outputs(1),
+        )
+        replies, self._unmasking = spec.replies, None
+        if config.run.privacy.secure_aggregation:
+            replies = MASKED_CONTRACT
+            self._unmasking = Unmasking(
+                config, log.run_name, self.state, log.directory, engine.join_timeout
+            )
+        self._spool = ReplySpool(log.directory / "inbox", limit, replies, calls.bases_of)
+        self._used_spool = self._spool if spec.large_messages or replies.weights else None
+        # Limit the number of large instructions that exist at the same time.
+        self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
+        self.collector = Collector(config.run, self._codec, calls, self._used_spool)
+        self._instruct_error: Exception | None = None
+        """Error in the creation of a large instruction, which occurred in another thread."""
+
+    # Flower's interface, in the order of a round.
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+        """Wait for clients, read their descriptions, and initialize the method."""
+        method = self.method
+        self.log.waiting(f"waiting for {method.run.clients} clients to load data and build models")
+        self._spool.clear()  # An earlier process may have left replies on disk.
+        if not self.log.resumed:
+            self.state.calls.load_dict({}, is_simulated=False)
+        all_members = self._members.wait_for_first(
+            client_manager, method.run.clients, method.run.engine
+        )
+        method.members = self._held_out.split_off(all_members)
+        infos = [member.info for member in all_members.values()]
+        # If the server can read the names of classes or targets, the names label their metrics.
+        class_names: Sequence[str] = ()
+        num_labels = infos[0].classes // method.task.outputs(1)
+        has_labels = not all(map(is_shown, measured_names(method.run.metrics, num_labels)))
+        if has_labels and not any(info.own_data for info in infos):
+            with contextlib.suppress(FedhetError):
+                class_names = method.data.dataset.classes
+        self.log.begin(infos, class_names)
+        method.write_record(infos)
+        if self._unmasking:
+            self._unmasking.check(infos)
+        if self._held_out.notice:
+            self.log.notice(self._held_out.notice)
+        self.state.scores.mark_outdated(method.members)
+        method.spec.check_model(method.settings, method.reference_client)
+        # Use as many threads as the clients, because the number of threads affects floating-point
+        # sums.
+        torch.set_num_threads(method.run.engine.threads)
+        method.init()
+        if self.log.resumed:
+            self._resume(self.log.resumed)
+        return NOTHING
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Select the clients of a round, and return an instruction for each client."""
+        method = self.method
+        self.state.start(server_round)
+        method.run = self.log.with_last_round(method.run)
+        # Wait for enough clients for a sum; otherwise, all remaining rounds would pass within
+        # seconds.
+        needed = self._unmasking.min_clients if self._unmasking else 0
+        present = self._held_out.split_off(self._members.wait_for(client_manager, needed))
+        method.members = present or method.members
+        self.log.clients_joined(member.info for member in method.members.values())
+        absent = self.log.models.keys() - method.members.keys() - self._held_out.names
+        self.state.scores.mark_outdated(self._held_out.names)
+        health = self.state.health
+        eligible = health.eligible(server_round, method.members)
+        if len(eligible) < needed:
+            reason = partial(health.exclusion_reason, server_round)
+            eligible = [name for name in method.members if reason(name) != "excluded"]
+        at_work = self.collector.clients_at_work
+        idle = [method.members[name].info for name in eligible if name not in at_work]
+        method.sampler.start(len(eligible) - len(idle))
+        selection = method.select(server_round, idle) if idle else Selection(())
+        if self._unmasking:
+            summed = self._unmasking.start(server_round, method.members, selection.training)
+            selection = Selection(tuple(name for name in selection.training if name in summed))
+        self.state.record_selection(selection, method.sampler.needed(selection), at_work, absent)
+        self.log.round_started(
+            server_round, selection.names, self.state.exclusion_reasons(method.members)
+        )
+        evaluating: tuple[str, ...] = ()
+        if self._is_evaluated(server_round) and not method.evaluates_after(server_round):
+            evaluating = selection.training
+        selected = [method.members[name] for name in selection.names]
+        calls: list[tuple[ClientProxy, FitIns]] = []
+        if not method.spec.large_messages:
+            instructions = {m.info.name: method.instruct(server_round, m.info) for m in selected}
+            check_instructions(method, self.state, server_round, instructions, method.members)
+            payloads = self._codec.encode_all(server_round, instructions)
+        for member in selected:
+            name = member.info.name
+            config: dict[str, Scalar] = {
+                "evaluate": name in evaluating,
+                **self.log.best_round_config,
+                **(self._unmasking.config(name) if self._unmasking else {}),
+            }
+            if method.spec.large_messages:
+                make_payload = partial(self._encode, server_round, member.info)
+                proxy = self._proxy(member, make_payload=make_payload, turn=self._turn)
+                calls.append((proxy, FitIns(NOTHING, config)))
+            else:
+                calls.append((self._proxy(member), FitIns(payloads[name], config)))
+        self.state.clock.start_waiting()
+        return calls
+
+    def _encode(self, round: int, client: ClientInfo) -> Parameters:
+        """Create and encode a large instruction, just before it is sent.
+
+        The weights are not sent as differences, because differences would depend on the other
+        clients.
+        """
+        try:
+            instructions = {client.name: self.method.instruct(round, client)}
+            members = self.method.members
+            check_instructions(self.method, self.state, round, instructions, members)
+        except Exception as error:
+            if is_user_code_error(error) or isinstance(error, InvalidInstructionError):
+                self._instruct_error = error  # Do not count it as the client's failure.
+            raise
+        return self._codec.encode_all(round, instructions, differences=False)[client.name]
+
+    def _proxy(self, member: Member, **options: Any) -> NamedProxy:
+        """Return the proxy that sends a message to a member."""
+        name = member.info.name
+        return NamedProxy(
+            name,
+            member.proxy,
+            on_reply=self.log.client_answered,
+            message_without_base=partial(self._codec.message_without_base, name),
+            spool=self._used_spool,
+            **options,
+        )
+
+    def close_round(self, results: RoundResults) -> None:
+        """Record the clients that replied before the round closed, and the late clients."""
+        self.state.record_results(results, quiet=self.method.run.pace.is_simulated)
+        self.method.sampler.record_durations(results.seconds)
+
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
+    ) -> tuple[Parameters, dict[str, Scalar]]:
+        """Decode and check the replies, and aggregate the replies that the method accepts."""
+        method = self.method
+        self.state.clock.stop_waiting()
+        if self._instruct_error is not None:
+            raise self._instruct_error
+        self._code_faults.report(failures)
+        torch.set_num_threads(method.run.engine.threads)  # Another thread may have changed it.
+        with self._spool.read():
+            trained = {*self.state.selection.training, *self.state.calls.late_rounds}
+            self.state.scores.mark_outdated(trained & {*self.state.expected})
+            replies: Iterable[Reply] = self._codec.decode_all(results, failures, method.members)
+            instruct = partial(method.instruct, server_round)
+            run, spec, sizes, members = method.run, method.spec, method.sizes, method.members
+            steps = steps_of(run, spec, sizes, self.state, members, instruct, self._unmasking)
+            for step in (*steps, self._accept):
+                replies = step(replies)
+            accepted = list(replies)
+            names = {name for reply in accepted for name in reply.clients or (reply.client.name,)}
+            sums = [reply.client.name for reply in accepted if reply.clients]
+            if self.state.finalize(sorted(names), sums):
+                # Restore the last state from which the clients received usable instructions.
+                good = self.state.rollback.good
+                tensors = self.log.checkpoints.read(good).tensors if good else {}
+                method.init()
+                if good:
+                    method.load_state_dict(without_versions(tensors))
+                self.state.record_rollback()
+            elif accepted:
+                with track_divergence(self.state, method.run):
+                    metrics = method.aggregate(server_round, accepted)
+                    if not isinstance(metrics, Mapping):
+                        raise TypeError(f"aggregate must return a mapping, got {metrics!r:.100}")
+                    self.state.add_metrics(metrics, declared=method.spec.metrics)
+                    self.state.add_metrics(mean_metrics([r.measured.metrics for r in accepted]))
+        return NOTHING, dict(self.state.record.method)
+
+    def _accept(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield the replies that the method accepts."""
+        method = self.method
+        for reply in replies:
+            with self.state.drop_on_error(reply.client.name):
+                declared = reply.knowledge.declaring(method.spec.replies)
+                reply = replace(reply, knowledge=declared)
+                accepted = method.accept(self.state.record.round, reply)
+                if not reply.clients:  # The clients of a sum were recorded earlier.
+                    self.state.record_measured(reply.client.name, reply.measured)
+                method.sampler.record_reply(reply, self.state.record.round)
+                yield accepted
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> None:
+        """Do nothing, because the server's models are evaluated when the round closes."""
+        return
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Return an instruction for each client that evaluates after the round."""
+        method = self.method
+        instructions: dict[str, Knowledge] = {}
+        if self._is_evaluated(server_round):  # Exclude clients that failed in this round.
+            idle = method.members.keys() - self.collector.clients_at_work
+            for name in self.state.reachable(idle):
+                knowledge = method.eval_instruction(server_round, method.members[name].info)
+                if knowledge is not None or self.state.scores.is_outdated(name):
+                    instructions[name] = knowledge or Knowledge()
+            if server_round == method.run.rounds:
+                offer = partial(method.eval_instruction, server_round)
+                instructions |= self._held_out.instructions(offer)
+        if not instructions:
+            self._finish_round()
+            return []
+        all_members, held_out = method.members | self._held_out.members, self._held_out.names
+        check_instructions(
+            method, self.state, server_round, instructions, all_members, training=False
+        )
+        payloads = self._codec.encode_all(server_round, instructions, training=False)
+        calls: list[tuple[ClientProxy, EvaluateIns]] = [
+            (
+                self._proxy(all_members[name]),
+                EvaluateIns(payload, {"unseen": True} if name in held_out else {}),
+            )
+            for name, payload in payloads.items()
+        ]
+        self.state.clock.start_waiting()
+        return calls
+
+    def aggregate_evaluate(
+        self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Record the clients' evaluations and close the round."""
+        method = self.method
+        self.state.clock.stop_waiting()
+        self._code_faults.report(failures)
+        for name, reason in sorted(reasons(failures).items()):
+            self.state.skip_evaluation(name, reason, "silent")
+        all_members = method.members | self._held_out.members
+        result_of = {name_of(proxy): result for proxy, result in results}
+        for name, result in sorted(result_of.items()):
+            with self.state.skip_evaluation_on_error(name):
+                held_out, info = name in self._held_out.names, all_members[name].info
+                kinds = HELD_OUT_KINDS if held_out else method.spec.kinds
+                measured = self._codec.decode_evaluation(info, result, kinds)
+                self.state.record_measured(name, measured)
+        self._finish_round()
+        return None, {}
+
+    # Private helpers.
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Restore the checkpoint of the last complete round.
+
+        Raises StateError if it does not match the method.
+        """
+        method = self.method
+        try:
+            self.state.load_json(str(checkpoint.metadata["state"]))
+            pace = json.loads(str(checkpoint.metadata[PACE]))
+            self.collector.load_dict(pace["collector"])
+            method.sampler.load_dict(pace["selection"])
+            tensors = self._codec.encoder.load(checkpoint.tensors, checkpoint.metadata)
+            check_dtypes(tensors, method.state_dict())
+            method.load_state_dict(tensors)
+        except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise StateError(
+                f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not "
+                f"match the method {method.run.method}: {error!r}"
+            ) from error
+
+    def _is_evaluated(self, round: int) -> bool:
+        run = self.method.run
+        is_due = round % run.evaluate_every == 0 and round >= run.evaluate_from
+        return is_due or round == run.rounds
+
+    def _finish_round(self) -> None:
+        method = self.method
+        evaluated = self._is_evaluated(self.state.record.round)
+        models = method.eval_models() if evaluated else {}
+        if models and (common := method.common_test()) is not None:
+            compute, task = compute_for(method.run.engine), method.data.dataset.task
+            scores = {
+                ("common", kind): evaluate_model(model, common, compute, method.run.metrics, task)
+                for kind, model in models.items()
+            }
+            measured = Measured(by_score_key(scores), tested=count_tested(scores))
+            self.log.server_confusion = {kind: s.confusion for (_, kind), s in scores.items()}
+            self.state.record_measured(SERVER, measured)
+        for name in self.state.update_health(method.members):
+            method.forget(name)
+        method.sampler.finish()
+        record = self.state.finish(evaluated=evaluated)
+        self.log.round_finished(record)
+        pace = {"collector": self.collector.to_dict(), "selection": method.sampler.to_dict()}
+        metadata = {
+            "state": self.state.to_json(),
+            PACE: json.dumps(pace),
+            **self._codec.encoder.metadata(),
+        }
+        tensors = {**method.state_dict(), **self._codec.encoder.state_dict()}
+        kept = {self.state.rollback.good, self.log.best_round}
+        self.log.checkpoints.write(record.round, tensors, metadata, kept)
+        self.state.calls.remove_used()
+
+
+def check_instructions(
+    method: HetStrategy,
+    state: RoundState,
+    round: int,
+    instructions: Mapping[str, Knowledge],
+    members: Mapping[str, Member],
+    *,
+    training: bool = True,
+) -> None:
+    """Check instructions before they are sent, because clients would have to reject them.
+
+    An instruction for several clients is checked once for each distinct set of sizes. Raises
+    InvalidInstructionError if an instruction violates the contract.
+    """
+    checked: dict[int, list[Sizes]] = {}
+    hook = type(method).instruct if training else type(method).eval_instruction
+    for name, knowledge in instructions.items():
+        if not isinstance(knowledge, Knowledge):
+            raise TypeError(f"{hook.__name__} must return Knowledge, got {knowledge!r:.100}")
+        if not (training or knowledge.tensors or knowledge.scalars):
+            continue  # Clients may evaluate without an instruction.
+        sizes = method.instruction_sizes(members[name].info)
+        if sizes in (done := checked.setdefault(id(knowledge), [])):
+            continue
+        done.append(sizes)
+        try:
+            method.spec.instructions.check(SERVER, knowledge.tensors, knowledge.scalars, sizes)
+        except KnowledgeError as error:
+            is_first = training and not state.rollback.formed
+            causes = (type(method).init if is_first else type(method).aggregate, hook)
+            own = [each for each in causes if each.__module__ != BASES["HetStrategy"]]
+            fields = {field.name: field for field in method.spec.instructions.fields}
+            field = fields.get(error.field.partition("/")[0])
+            declared = f" ({field.name} = {field.describe()})" if field else ""
+            raise InvalidInstructionError(
+                f"method '{method.run.method}': the instruction for {name} in round {round} "
+                f"violates MethodSpec.instructions{declared}: {error.reason}. Correct "
+                f"{' or '.join(map(definition_of, own or causes))}."
+            ) from None
