@@ -290,7 +290,7 @@ def test_npz_files(trained, tmp_path):
     with pytest.raises(DataError, match="cannot be combined with other files"):
         read_inputs([tmp_path / "x.npz", tmp_path / "x.npz"], record)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="images not found"):
+    with pytest.raises(DataError, match="no images found"):
         read_inputs([tmp_path / "empty"], record)
 
 

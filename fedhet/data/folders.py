@@ -99,8 +99,8 @@ class Walk:
             return self._listings[path]
         before = self._paths.setdefault(os.path.realpath(path), path)
         if before != path:
-            link = path if os.path.islink(path) else before
-            fault = "symlink to a directory whose files are already part of the data"
+            link = before if os.path.islink(before) and not os.path.islink(path) else path
+            fault = "a symlink leads to a directory whose files are already part of the data"
             raise DataError(f"{link}: {fault}. Remove the symlink.")
         found = self._listings[path] = Listing([], [], Counter())
         with reading(path, "directory"), os.scandir(path) as entries:

@@ -196,7 +196,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
             size = first.size if spec.image_size else apply_orientation(first).size
         form = Form.of(size, all(map(_is_gray, files)), spec.image_size)
     form = replace(form, max_bytes=spec.max_bytes)
-    check_max_bytes(len(files) * prod(form.shape), spec, Path(files[0]).parent)
+    check_max_bytes(len(files) * prod(form.shape), spec, f"{files[0]} and the other images")
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
             header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}

@@ -310,8 +310,8 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
             content = read_bounded(path, spec)
         texts.append(_decoded(content, path))
         size += len(content)
-        check_max_bytes(size, spec, path.parent)
-    return tokenize(texts, spec, Path(files[0]).parent if files else "")
+        check_max_bytes(size, spec, f"{files[0]} and the other texts")
+    return tokenize(texts, spec, f"{files[0]} and the other texts" if files else "")
 
 
 def _decoded(content: bytes, path: Path) -> str:
