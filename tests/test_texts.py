@@ -18,7 +18,7 @@ from fedhet.cli.example import OWNERS, TOPICS, write_example
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import client_data
 from fedhet.config.resolve import check, resolve
-from fedhet.data.cells import read_rows
+from fedhet.data.rows import read_table
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
@@ -154,7 +154,7 @@ def test_rows_take_no_more_memory_than_is_allowed(tmp_path, ending, words, count
         tracemalloc.start()
         try:
             with contextlib.suppress(DataError):
-                read_rows(path, spec(path, max_bytes=allowed))
+                read_table(path, spec(path, max_bytes=allowed))
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -166,7 +166,7 @@ def test_a_row_of_several_lines_and_empty_lines_are_counted(tmp_path):
     path.write_text('text,label\n\n"one\ntwo",1\n\nthree\n')
     with pytest.raises(DataError, match="line 6: expected 2 columns, got 1"):
         load(spec(path))
-    assert read_rows(write(tmp_path / "b.csv"), spec(path)).lines.tolist()[:3] == [2, 3, 5]
+    assert read_table(write(tmp_path / "b.csv"), spec(path)).lines.tolist()[:3] == [2, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_tree_reads_as_a_file_does(tmp_path):
     ordered = [row for label in ("money", "pets") for row in ROWS if row[1] == label]
     assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ordered]
     assert (len(data.test), data.classes) == (5, ("money", "pets"))
-    with pytest.raises(SettingsError, match=r"unsupported for a tree of \.txt files"):
+    with pytest.raises(SettingsError, match=r"data\.by must be 'folder' or empty .* got 'who'"):
         load(spec(tmp_path, by="who"))
     (tmp_path / "train" / "pets" / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"bad.txt: not valid UTF-8 text"):
@@ -297,7 +297,7 @@ def test_a_sites_texts_without_a_class(tmp_path):
     (tmp_path / "train" / "unlabeled").mkdir()
     (tmp_path / "train" / "unlabeled" / "a.txt").write_text("a bird")
     for wanted in (True, False):
-        found = site_data(str(tmp_path), spec=spec("x"), classes=2, name="site-b", unlabeled=wanted)
+        found = site_data(str(tmp_path), spec=spec("x", sample_kind="text"), classes=2, name="site-b", unlabeled=wanted)
         assert len(found.unlabeled) == wanted
         assert found.num_unused_unlabeled == (not wanted)
     assert found.shape == (0, 128, 8192)
