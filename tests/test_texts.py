@@ -297,7 +297,13 @@ def test_a_sites_texts_without_a_class(tmp_path):
     (tmp_path / "train" / "unlabeled").mkdir()
     (tmp_path / "train" / "unlabeled" / "a.txt").write_text("a bird")
     for wanted in (True, False):
-        found = site_data(str(tmp_path), spec=spec("x", sample_kind="text"), classes=2, name="site-b", unlabeled=wanted)
+        found = site_data(
+            str(tmp_path),
+            spec=spec("x", sample_kind="text"),
+            classes=2,
+            name="site-b",
+            unlabeled=wanted,
+        )
         assert len(found.unlabeled) == wanted
         assert found.num_unused_unlabeled == (not wanted)
     assert found.shape == (0, 128, 8192)
