@@ -333,9 +333,10 @@ def test_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
         load(spec_of(root))
 
 
-def test_the_working_directory_may_be_the_data(tmp_path, monkeypatch):
+def test_the_working_directory_may_be_the_data(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(plant(tmp_path / "tree", *TRAIN, "schema.toml"))
     assert counted(load(spec_of(".")).train, "ab") == AB
+    assert not caplog.records
     monkeypatch.chdir(plant(tmp_path / "flat", "*4.png"))
     (tmp_path / "flat" / "labels.csv").write_text(
         "file,y\n" + "\n".join(f"{k}.png,{'ab'[k % 2]}" for k in range(4))

@@ -1013,7 +1013,7 @@ def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
     for name in names:
         _check_regular(Path(name))
     if not names:
-        raise DataError(f"no path: {files.noun} not found")
+        raise DataError(f"expected paths of {files.noun}, got none")
     return names
 
 
