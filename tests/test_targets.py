@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -97,6 +98,18 @@ def test_a_label_table_has_the_targets_of_images(tmp_path):
     assert scales == [data.dataset.task] * 3
 
 
+def test_a_schema_next_to_a_label_table_has_the_notation(tmp_path):
+    y = plant_images(tmp_path / "d")
+    path = tmp_path / "d" / "labels.csv"
+    path.write_text(re.sub(r"png,(.*)", r"png,\1 mm", path.read_text()))
+    dataset = spec(f"imagefolder:{tmp_path / 'd'}", target="size")
+    with pytest.raises(DataError, match=r"row 1, column 'size': '15.0 mm' is not a number"):
+        _ = RunData(dataset).dataset
+    schema = 'target = "size"\ntask = "regression"\n[targets.size]\ntype = "number"\nunit = "mm"\n'
+    (tmp_path / "d" / "schema.toml").write_text(schema)
+    check_scale(RunData(dataset.replace(target="")).dataset, y)
+
+
 def test_rows_may_be_in_any_order_and_files_in_directories(tmp_path):
     y = plant_images(tmp_path / "d")
     (tmp_path / "d" / "sub").mkdir()
@@ -130,7 +143,7 @@ def test_a_column_of_a_label_table_names_the_owners(tmp_path):
     np.testing.assert_allclose(few.task.in_units(few.train.y)[:, 0], y[rows], rtol=1e-5)
 
 
-def test_class_directories_name_the_classes_unless_a_target_is_set(tmp_path):
+def test_a_label_table_replaces_the_names_of_directories(tmp_path):
     root = tmp_path / "d"
     for name in ("cat", "dog"):
         plant_images(root / name, 8, len(name))
@@ -138,9 +151,7 @@ def test_class_directories_name_the_classes_unless_a_target_is_set(tmp_path):
     rows = [f"{name}/{k:02}.png,{k % 3}" for name in ("cat", "dog") for k in range(8)]
     (root / "labels.csv").write_text("\n".join(["file,size", *rows]))
     place = f"imagefolder:{root}"
-    classes = {"task": "auto", "min_samples": 2}
-    assert RunData(spec(place, **classes)).dataset.classes == ("cat", "dog")
-    by_table = RunData(spec(place, target="size", **classes)).dataset
+    by_table = RunData(spec(place, task="auto", min_samples=2)).dataset
     assert by_table.classes == ("0", "1", "2")
     assert by_table.train.y.tolist() == [k % 3 for _ in range(2) for k in range(8)]
     check_scale(RunData(spec(place)).dataset, [k % 3 for _ in range(2) for k in range(8)])
@@ -185,7 +196,7 @@ def test_a_bad_row_of_a_label_table_is_named(tmp_path, old, new, fault):
     path.write_text(text)
     with pytest.raises(DataError, match=fault) as error:
         _ = RunData(spec(f"imagefolder:{tmp_path / 'd'}", target="size")).dataset
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{path}: ")
 
 
 def test_each_part_needs_a_label_table(tmp_path):
@@ -364,6 +375,7 @@ def test_each_kind_is_trained_and_predicted(kind, tmp_path):
     if kind == "image":
         _, x = read_inputs([tmp_path / "data" / "test"], client.record)
         np.testing.assert_allclose(client.predict(x).values, predicted.values, rtol=1e-4, atol=1e-4)
+        assert client.record.table.targets[0].name == "size"
     shown = CliRunner().invoke(
         app, ["partition", *[f"--set={k}={','.join(v) if isinstance(v, list) else v}"
                              for k, v in {**SMALL, **settings}.items() if k[:4] == "data"],
@@ -431,14 +443,14 @@ def test_a_site_has_the_scale_of_its_schema(kind, tmp_path):
 
 
 def test_a_site_may_list_its_classes_in_a_label_table(tmp_path):
-    plant_images(tmp_path / "train", 12)
+    plant_images(tmp_path / "site" / "train", 12)
     settings = spec(task="auto", target="site")
-    data = site_data(str(tmp_path), spec=settings, classes=3, name="site-a")
+    data = site_data(str(tmp_path / "site"), spec=settings, classes=3, name="site-a")
     assert data.classes == ("a", "b", "c")
-    with pytest.raises(DataError, match=r"expected 4 different labels, .*/classes.txt"):
-        site_data(str(tmp_path), spec=settings, classes=4, name="site-a")
-    (tmp_path / "classes.txt").write_text("d\nc\nb\na\n")
-    data = site_data(str(tmp_path), spec=settings, classes=4, name="site-a")
+    with pytest.raises(DataError, match=r"expected 4 classes, .*/classes.txt"):
+        site_data(str(tmp_path / "site"), spec=settings, classes=4, name="site-a")
+    (tmp_path / "site" / "classes.txt").write_text("d\nc\nb\na\n")
+    data = site_data(str(tmp_path / "site"), spec=settings, classes=4, name="site-a")
     assert (data.classes, data.space) == (("d", "c", "b", "a"), (1, 2, 3))
     assert torch.bincount(torch.cat([data.train.y, data.test.y])).tolist() == [0, 4, 4, 4]
 

@@ -216,7 +216,7 @@ def test_a_tree_reads_as_a_file_does(tmp_path):
     ordered = [row for label in ("money", "pets") for row in ROWS if row[1] == label]
     assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ordered]
     assert (len(data.test), data.classes) == (5, ("money", "pets"))
-    with pytest.raises(SettingsError, match=r"unsupported for a tree of \.txt files"):
+    with pytest.raises(SettingsError, match=r"data\.by must be 'folder' or empty .* got 'who'"):
         load(spec(tmp_path, by="who"))
     (tmp_path / "train" / "pets" / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"bad.txt: not valid UTF-8 text"):
@@ -292,7 +292,13 @@ def test_a_sites_texts_without_a_class(tmp_path):
     (tmp_path / "train" / "unlabeled").mkdir()
     (tmp_path / "train" / "unlabeled" / "a.txt").write_text("a bird")
     for wanted in (True, False):
-        found = site_data(str(tmp_path), spec=spec("x"), classes=2, name="site-b", unlabeled=wanted)
+        found = site_data(
+            str(tmp_path),
+            spec=spec("x", sample_kind="text"),
+            classes=2,
+            name="site-b",
+            unlabeled=wanted,
+        )
         assert len(found.unlabeled) == wanted
         assert found.num_unused_unlabeled == (not wanted)
     assert found.shape == (0, 128, 8192)

@@ -1,7 +1,7 @@
-"""Trees of images and texts in common layouts, and their decoding.
+"""Directories of images and texts: the layout, label tables, owners, and the decoding of files.
 
-The expected result for a layout is written by hand: the number of samples per class, and notes
-about other files. The expected result for an image is what viewers show.
+The expected result for a layout is written by hand: the number of samples per class, and the log
+line about other files. The expected result for an image is what viewers show.
 """
 
 import io
@@ -13,14 +13,17 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import pytest
+from federation import run, small
+from typer.testing import CliRunner
 
-from fedhet.base.errors import DataError
-from fedhet.data.class_folders import _warn_once, find_tree, part_of
+from fedhet.base.errors import DataError, SettingsError
+from fedhet.cli import app
+from fedhet.data.folders import Walk, _warn_once
 from fedhet.data.images import IMAGES, decode
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import load
-from fedhet.data.texts import TEXTS, read_files
+from fedhet.data.store import RunData, load
+from fedhet.data.texts import read_files
 from fedhet.inference.client import _files_in
 
 
@@ -53,155 +56,268 @@ def plant(root, *names, content=PICTURE):
     return root
 
 
-def counted(part):
-    return {name: len(paths) for name, paths in part.items()} if part is not None else None
+def spec_of(root, kind="imagefolder", **changes):
+    return DataSpec(**{"dataset": f"{kind}:{root}", "max_tokens": 4, "vocabulary": 32, **changes})
+
+
+def counted(split, classes):
+    """Return the number of samples of each class, or None if there is no split."""
+    if split is None:
+        return None
+    numbers = np.bincount(split.y.numpy(), minlength=len(classes)).tolist()
+    return dict(zip(classes, numbers, strict=True))
 
 
 AB = {"a": 2, "b": 2}
 FLAT = ("a/*2.png", "b/*2.png")
-LAYOUTS = {  # files -> images of each training class, of each test class, what is said of the rest
-    "brain tumor MRI": (("Training/a/*2.png", "Training/b/*2.png", "Testing/a/*1.png",
-        "Testing/b/*1.png"), AB, {"a": 1, "b": 1}, ""),
-    "capitals": (("TRAIN/a/*2.png", "TRAIN/b/*2.png", "TEST/a/*1.png", "TEST_SIMPLE/a/*3.png"), AB,
-        {"a": 1}, "3 in TEST_SIMPLE (next to TRAIN)"),
-    "chest X-ray": (("x/train/a/*2.png", "x/train/b/*2.png", "x/val/a/*3.png", "x/test/a/*1.png",
-        "x/.DS_Store", "__MACOSX/x/train/a/._0.png", "x/train/.DS_Store"), AB, {"a": 1},
-        "3 in val (test is the common test set)"),
-    "validation is the test": (("train/a/*2.png", "train/b/*2.png", "valid/b/*1.png"), AB,
-        {"b": 1}, "using valid as the common test set"),
-    "a test set without labels": (("train/a/*2.png", "train/b/*2.png", "val/b/*1.png",
-        "test/*4.png"), AB, {"b": 1}, "4 in test (val is the common test set)"),
-    "scenes": (("seg_train/seg_train/a/*2.png", "seg_train/seg_train/b/*2.png",
-        "seg_test/seg_test/b/*1.png", "seg_pred/seg_pred/*5.png"), AB, {"b": 1},
-        "5 in seg_pred (next to seg_train)"),
-    "sets": (("training_set/training_set/a/*2.png", "training_set/training_set/b/*2.png",
-        "test_set/test_set/a/*1.png", "test_set/test_set/b/*1.png"), AB, {"a": 1, "b": 1}, ""),
-    "doubled": (("data/data/a/*2.png", "data/data/b/*2.png", "data/README.txt"), AB, None,
-        "1 .txt"),
-    "tools": ((*FLAT, ".ipynb_checkpoints/*2.png", "a/.ipynb_checkpoints/*1.png", "a/@eaDir/*1.png",
-        "a/Thumbs.db", "b/desktop.ini", "$RECYCLE.BIN/*1.png", "lost+found/*1.png", "b/._0.png"),
-        AB, None, "1 Thumbs.db (created by other programs)"),
+TRAIN = ("train/a/*2.png", "train/b/*2.png")
+LAYOUTS = {  # files -> images of each training class, of each test class, the log line
+    "flat": (FLAT, AB, None, ""),
+    "parts": ((*TRAIN, "test/a/*1.png", "test/b/*1.png"), AB, {"a": 1, "b": 1}, ""),
+    "without a test set": (TRAIN, AB, None, ""),
+    "a test class is missing or empty": ((*TRAIN, "test/b/*1.png", "test/a/"), AB,
+        {"a": 0, "b": 1}, ""),
+    "hidden and of the system": ((*FLAT, ".ipynb_checkpoints/*2.png", "a/.ipynb_checkpoints/*1.png",
+        "a/@eaDir/*1.png", "a/Thumbs.db", "b/desktop.ini", "$RECYCLE.BIN/*1.png", "b/._0.png",
+        "lost+found/*1.png", ".DS_Store", "__MACOSX/train/a/._0.png"), AB, None, ""),
     "endings": (("a/*1.PNG", "a/*1.gif", "b/*1.jfif", "b/*1.Jpe"), AB, None, ""),
-    "files of all kinds": ((*FLAT, "a/*3.dcm", "b/*2.heic", "b/*1.nii.gz", "a/*1.txt", "x.csv",
-        "b/IMG0001"), AB, None, "3 .dcm (DICOM: convert them to 8-bit or 16-bit PNG)"),
-    "loose": ((*FLAT, "*3.png"), AB, None, "3 images (outside of the class directories)"),
-    "masks of each class": (("a/images/*2.png", "a/masks/*2.png", "b/images/*2.png",
-        "b/masks/*1.png"), AB, None, "3 in masks (masks or annotations)"),
-    "a class in batches": (("a/*1.png", "a/more/*1.png", "b/*2.png"), AB, None, ""),
-    "classes doubled": (("a/a/*2.png", "b/b/*2.png"), AB, None, ""),
-    "without a class": (("train/a/*2.png", "train/b/*2.png", "train/Unlabeled/*4.png"), AB, None,
+    "files of other types": ((*TRAIN, "train/a/*3.dcm", "train/b/*2.heic", "train/a/*1.TXT",
+        "x.csv", "README", "train/b/IMG0001"), AB, None,
+        "9 files are not used as images: 3 .dcm, 2 without an extension, 2 .heic, 1 .csv, 1 .txt"),
+    "a description of the data": ((*TRAIN, "classes.txt", "schema.toml", "site.toml"), AB, None,
         ""),
-    "a test class is missing or empty": (("train/a/*2.png", "train/b/*2.png", "test/b/*1.png",
-        "test/a/", "test/c/"), AB, {"a": 0, "b": 1}, ""),
-    "a class named train": (("train/train/*2.png", "train/bus/*2.png"), {"train": 2, "bus": 2},
-        None, ""),
+    "unlabeled samples": ((*TRAIN, "train/unlabeled/*3.png", "train/unlabeled/more/*1.png"), AB,
+        None, "4 images without a class are used only at sites"),
+    "classes that are named like parts": (("train/train/*2.png", "train/val/*2.png"),
+        {"train": 2, "val": 2}, None, ""),
+    "a name with a part in it": (("train_station/*1.png", "test_tube/*2.png"),
+        {"test_tube": 2, "train_station": 1}, None, ""),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_a_layout_is_read_and_every_other_file_is_counted(tmp_path, case, caplog):
+OF_IMAGES = ("endings", "files of other types")
+"""Layouts whose files have the endings of images, so that texts have no such layout."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*(("imagefolder", c) for c in LAYOUTS), *(("text", c) for c in LAYOUTS if c not in OF_IMAGES)],
+)
+def test_a_directory_of_the_layout_is_read(tmp_path, case, kind, caplog):
     names, train, test, said = LAYOUTS[case]
-    tree = find_tree(plant(tmp_path / "tree", *names), IMAGES)
-    tree.unused.report(tree.root, IMAGES)
-    assert tree.classes == tuple(sorted(train))
-    assert (counted(tree.train), counted(tree.test)) == (train, test)
+    content = PICTURE
+    if kind == "text":
+        names, content = [name.replace(".png", ".txt") for name in names], b"a word"
+        said = said.replace("images", ".txt files")
+    data = load(spec_of(plant(tmp_path / "tree", *names, content=content), kind))
+    assert (counted(data.train, data.classes), counted(data.test, data.classes)) == (train, test)
+    assert data.groups is None
     lines = [record.getMessage() for record in caplog.records]
-    assert any(said in line for line in lines) if said else not lines
-    total = sum(len(files) for _, _, files in os.walk(tree.root))
-    used = sum(train.values()) + sum((test or {}).values())
-    apart = len(tree.unlabeled or ())
-    assert total == used + len(tree.unused) + apart, "each file is used or counted"
-    assert all("\n" not in line for line in lines)
+    assert len(lines) == bool(said)
+    assert all(said in line and "\n" not in line for line in lines)
 
 
-REFUSED = {
-    "hospitals first": (("h1/a/*2.png", "h1/b/*2.png", "h2/a/*1.png", "h2/b/*1.png"),
-        "either h1, h2 or a, b, because"),
-    "hospitals below the part": (("train/h1/a/*2.png", "train/h2/b/*2.png", "test/h1/a/*1.png"),
-        "either h1, h2 or a, b"),
-    "parts below hospitals": (("h1/train/a/*1.png", "h1/test/a/*1.png", "h2/train/b/*1.png"),
-        "test and train must be at the top of the tree"),
-    "parts below classes": (("a/Train/*1.png", "b/Train/*1.png"), "Train must be at the top"),
-    "organs first": (("colon/colon_aca/*1.png", "colon/colon_n/*1.png", "lung/lung_n/*1.png"),
-        "either colon, lung or colon_aca, colon_n, lung_n"),
-    "a copy next to the classes": (("a/*1.png", "b/*1.png", "cells/a/*1.png", "cells/b/*1.png"),
-        "duplicate name of a class directory. Move or remove it"),
-    "images and labels": (("images/*3.png", "labels/*3.png"), "look like parts of a dataset"),
-    "pieces": (("images_part_1/*1.png", "images_part_2/*1.png", "metadata.csv"),
-        "look like parts of a dataset, not like classes (images_part_1, images_part_2)"),
-    "a table of labels": (("train/*3.png", "train.csv"),
-        "expected one directory of images for each class, got 3 images outside of class "
-        "directories. A label table must be "),
-    "test among the classes": (("a/*1.png", "b/*1.png", "test/*3.png"), "ambiguous directory"),
-    "train among the classes": (("bus/*1.png", "plane/*1.png", "train/*3.png"),
-        "If train is a class, move all class directories into"),
-    "no training part": (("test/a/*1.png", "val/a/*1.png"), "no directory of training images"),
-    "two training parts": (("train/a/*1.png", "Training/a/*1.png"),
-        "expected one train directory, got Training and train. Remove or rename"),
-    "an empty class": (("a/*1.png", "b/*1.png", "c/"), "expected images (.jpg"),
-    "a class of other files": (("a/*1.png", "b/*2.dcm"), "got only 2 .dcm (DICOM: convert"),
-    "a test set without classes": (("train/a/*1.png", "train/b/*1.png", "test/*2.png"),
-        "expected one directory of images for each class, got 2 images outside of"),
-    "LEAF": (("train/*2.json", "test/*2.json"), "one directory of images for each class"),
-    "nothing": (("x.txt",), "got no directories"),
+REFUSED = {  # files -> the first path that does not fit, and the fix
+    "a validation part": ((*TRAIN, "val/a/*1.png"), "val", "Rename it to test, or remove it"),
+    "a third part": ((*TRAIN, "test/a/*1.png", "valid/a/*1.png"), "valid",
+        "Merge it with test, or remove it"),
+    "other names of parts": (("Training/a/*1.png", "Testing/a/*1.png"), "Testing",
+        "Rename it to test"),
+    "capitals": (("TRAIN/a/*1.png", "TEST/a/*1.png"), "TEST", "Rename it to test"),
+    "names of parts without classes": (("training/*1.png", "testing/*1.png"), "testing",
+        "Rename it to test"),
+    "a directory next to the parts": ((*TRAIN, "raw/*1.png"), "raw", "Move it into {}/train"),
+    "test among the classes": (("a/*1.png", "b/*1.png", "test/*3.png"), "a",
+        "Move it into {}/train"),
+    "unlabeled samples next to the parts": ((*TRAIN, "unlabeled/*1.png"), "unlabeled",
+        "Move it into {}/train"),
+    "a sample next to the parts": ((*TRAIN, "*1.png"), "0.png", "Move it below {}/train"),
+    "a table next to the parts": ((*TRAIN, "test/a/*1.png", "labels.csv"), "labels.csv",
+        "Move its rows to a label table in train and test"),
+    "a sample next to the classes": ((*FLAT, "*3.png"), "0.png",
+        "Move it into a class directory, or list the files in {}/labels.csv"),
+    "a part without classes": ((*TRAIN, "test/*2.png"), "test/0.png", "{}/test/labels.csv"),
+    "owners": (("h1/a/*2.png", "h1/b/*2.png", "h2/a/*1.png"), "h1/a",
+        "set data.by to folder if h1 is the owner of samples"),
+    "owners in a part": (("train/h1/a/*2.png", "train/h2/b/*2.png"), "train/h1/a",
+        "set data.by to folder if h1 is the owner of samples"),
+    "a wrapper": (("archive/a/*1.png", "archive/b/*1.png"), "archive/a", "use {}/archive as the"),
+    "a wrapper of parts": (("x/train/a/*1.png", "x/test/a/*1.png"), "x/test", "use {}/x as the"),
+    "masks": (("a/images/*2.png", "a/masks/*2.png"), "a/images", "Move its files into {}/a"),
+    "a class with directories": ((*FLAT, "a/more/*1.png"), "a/more", "Move its files into {}/a"),
+    "a copy next to the classes": ((*FLAT, "cells/a/*1.png"), "cells/a", "into {}/cells"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_layout_that_is_ambiguous_or_without_classes_is_one_line(tmp_path, case):
-    names, fault = REFUSED[case]
+@pytest.mark.parametrize("at_site", [False, True])
+def test_any_other_layout_is_one_line_with_the_path_and_the_fix(tmp_path, case, at_site):
+    names, path, fix = REFUSED[case]
+    root = plant(tmp_path / "tree", *names)
     with pytest.raises(DataError) as caught:
-        find_tree(plant(tmp_path / "tree", *names), IMAGES)
-    assert fault in str(caught.value)
+        site_data(str(root), spec=spec_of(root), classes=2, name="s") if at_site else load(
+            spec_of(root)
+        )
+    message = str(caught.value)
+    assert message.startswith(f"{root / path}: unexpected ")
+    assert f"expected {root}[/train|/test]/CLASS/FILE" in message
+    assert fix.format(root) in message
+    assert "\n" not in message
+
+
+NOTHING = {
+    "an empty class": ((*FLAT, "c/"), "{}/c: no images found"),
+    "a class of other files": ((*FLAT, "c/*2.dcm"), "{}/c: expected images (.jpg"),
+    "a test class of other files": ((*TRAIN, "test/a/*1.png", "test/b/*2.dcm"), "only 2 .dcm"),
+    "an empty test part": ((*TRAIN, "test/a/"), "{}/test: no images found"),
+    "a test part of other files": ((*TRAIN, "test/*2.json"), "{}/test: expected directories"),
+    "no training part": (("test/a/*1.png",), "{}/train: directory not found"),
+    "an unknown test class": ((*TRAIN, "test/A/*1.png"), "{}/test/A: unknown class 'A'"),
+    "empty unlabeled samples": ((*TRAIN, "train/unlabeled/"), "{}/train/unlabeled: no images"),
+    "unlabeled test samples": ((*TRAIN, "test/a/*1.png", "test/unlabeled/*1.png"),
+        "{}/test/unlabeled/0.png: test images must be labeled. Move them into {}/train/unlabeled"),
+    "no directory": (("x.json",), "{}: expected directories"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_part_or_class_without_samples_is_one_line(tmp_path, case):
+    names, fault = NOTHING[case]
+    root = plant(tmp_path / "tree", *names)
+    with pytest.raises(DataError) as caught:
+        load(spec_of(root))
+    assert fault.replace("{}", str(root)) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_setting_says_which_directories_are_the_classes(tmp_path):
-    root = plant(tmp_path / "tree", "h1/a/*2.png", "h1/b/*2.png", "h2/a/*1.png", "h2/x.png")
-    spec = DataSpec(dataset=f"imagefolder:{root}")
-    found = {level: load(spec.replace(class_level=level)) for level in (1, 2)}
-    assert (found[1].classes, found[1].train.y.tolist()) == (("h1", "h2"), [0] * 4 + [1] * 2)
-    assert (found[2].classes, found[2].train.y.tolist()) == (("a", "b"), [0] * 3 + [1] * 2)
+# --- owners ---------------------------------------------------------------------------------------
+
+OWNED = ("train/north/a/*6.png", "train/north/b/*4.png", "train/east/a/*8.png", "test/any/b/*2.png")
 
 
-def test_a_site_decides_by_its_list_of_classes(tmp_path):
-    root = plant(tmp_path, "Training/a/2021/*4.png", "Training/b/2021/*4.png", "Training/b/*3.txt")
-    spec = DataSpec(test_fraction=0.25)
+@pytest.mark.parametrize("kind", ["imagefolder", "text"])
+def test_a_directory_of_each_owner_is_a_client(tmp_path, kind):
+    ending, content = (".png", PICTURE) if kind == "imagefolder" else (".txt", b"a word")
+    names = [name.replace(".png", ending) for name in OWNED]
+    root = plant(tmp_path / "tree", *names, content=content)
+    spec = spec_of(root, kind, by="folder", clients=2, min_samples=2)
+    data = RunData(spec)
+    assert data.owners() == {"client-0": "east", "client-1": "north"}
+    assert (data.dataset.classes, data.dataset.group_names) == (("a", "b"), ("east", "north"))
+    assert data.label_counts() == {"client-0": [8, 0], "client-1": [6, 4]}
+    assert counted(data.common_test, "ab") == {"a": 0, "b": 2}
+    few = load(spec.replace(max_samples=9))
+    assert (len(few.train), len(few.groups), few.group_names) == (9, 9, ("east", "north"))
+    labels = {(group, int(y)) for group, y in zip(few.groups, few.train.y, strict=True)}
+    assert (0, 1) not in labels  # east has no sample of b
+    flat = plant(tmp_path / "flat", *(name.removeprefix("train/") for name in names[:3]),
+                 content=content)  # fmt: skip
+    assert (
+        RunData(spec_of(flat, kind, by="folder", clients=2, min_samples=2)).owners()
+        == data.owners()
+    )
+
+
+def test_the_pixels_of_a_client_are_of_its_directory(tmp_path):
+    root = tmp_path / "tree"
+    for value, owner in enumerate(("x", "y")):
+        plant(root, f"{owner}/a/*3.png", f"{owner}/b/*3.png", content=png(10 * value))
+    data = RunData(spec_of(root, by="folder", clients=2, min_samples=2))
+    for number in range(2):
+        client = data.client(number)
+        red = {*client.train.x[:, 0].unique().tolist(), *client.test.x[:, 0].unique().tolist()}
+        assert red == {10 * number}
+
+
+def test_owners_are_trained_and_listed(tmp_path):
+    root = tmp_path / "tree"
+    for value, owner in enumerate(("east", "north", "south")):
+        for name, low in (("a", 0), ("b", 120)):
+            for k in range(8):
+                picture = png(low + value + k, size=(8, 8))
+                plant(root, f"train/{owner}/{name}/{k}.png", content=picture)
+        plant(root, f"test/{owner}/a/0.png", content=png(value, size=(8, 8)))
+    options = ["--dataset", f"imagefolder:{root}", "--set", "by=folder", "--clients", "3"]
+    shown = CliRunner().invoke(app, ["partition", *options])
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split() for line in shown.output.splitlines() if line.startswith("client-")]
+    assert rows == [[f"client-{k}", name, "16", "8", "8"] for k, name in
+                    enumerate(("east", "north", "south"))]  # fmt: skip
+    config = small(
+        "fml", dataset=f"imagefolder:{root}", by="folder", clients=3, min_samples=2, rounds=1
+    )
+    summary = run(config, tmp_path / "run")
+    assert summary["owners"] == {"client-0": "east", "client-1": "north", "client-2": "south"}
+
+
+REFUSED_OWNERS = {
+    "classes without owners": (FLAT, "a/0.png", "unset data.by"),
+    "a directory below": (("h1/a/*1.png", "h1/b/x/*1.png"), "h1/b/x", "its files into {}/h1/b"),
+    "a part below": (("h1/train/a/*1.png", "h1/test/a/*1.png"), "h1/test/a", "{}/h1/test"),
+    "a test set without owners": (("train/h1/a/*1.png", "test/a/*1.png"), "test/a/0.png", "unset"),
+    "a sample of an owner": (("h1/a/*1.png", "h1/*1.png"), "h1/0.png", "into a class directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_OWNERS)
+def test_any_other_layout_of_owners_is_one_line(tmp_path, case):
+    names, path, fix = REFUSED_OWNERS[case]
+    root = plant(tmp_path / "tree", *names)
+    with pytest.raises(DataError) as caught:
+        load(spec_of(root, by="folder"))
+    assert str(caught.value).startswith(f"{root / path}: unexpected ")
+    assert f"expected {root}[/train|/test]/OWNER/CLASS/FILE" in str(caught.value)
+    assert fix.format(root) in str(caught.value)
+
+
+def test_directories_have_no_column_of_owners(tmp_path):
+    root = plant(tmp_path / "tree", *FLAT)
+    with pytest.raises(SettingsError, match=r"data\.by must be 'folder' or empty .* got 'site'"):
+        load(spec_of(root, by="site"))
+
+
+# --- sites and single directories -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["train", "."])
+def test_a_site_reads_a_directory_as_a_simulation_does(tmp_path, part):
+    root = tmp_path / "tree"
+    for value in range(8):
+        plant(root, f"{part}/{'ab'[value % 2]}/{value}.png", content=png(value))
+    spec = spec_of(root, test_fraction=0.25)
+    whole = load(spec).train
+    site = site_data(str(root), spec=spec.replace(by="folder"), classes=2, name="s")
+    pairs = [(split.x[:, 0, 0, 0].tolist(), split.y.tolist()) for split in (site.train, site.test)]
+    both = sorted(pair for reds, labels in pairs for pair in zip(reds, labels, strict=True))
+    assert both == sorted(zip(whole.x[:, 0, 0, 0].tolist(), whole.y.tolist(), strict=True))
+    assert both == [(value, value % 2) for value in range(8)]
+
+
+def test_a_site_may_lack_samples_of_a_class(tmp_path):
+    root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png")
+    spec = spec_of(root, test_fraction=0.25)
     (root / "classes.txt").write_text("b\na\nc\n")
     found = site_data(str(root), spec=spec, classes=3, name="s")
     labels = [*found.train.y.tolist(), *found.test.y.tolist()]
     assert (found.classes, sorted(labels)) == (("b", "a", "c"), [0] * 4 + [1] * 4)
     (root / "classes.txt").unlink()
-    with pytest.raises(DataError, match="list the classes in classes"):
-        site_data(str(root), spec=spec.replace(class_level=1), classes=2, name="s")
-    plant(root, "Training/a/x.png", "Training/b/x.png", "Training/unlabeled/*3.png", "Training/c/")
+    with pytest.raises(DataError, match=r"expected 3 classes, as in the run, got 2"):
+        site_data(str(root), spec=spec, classes=3, name="s")
+    plant(root, "train/c/", "train/unlabeled/*3.png")
     found = site_data(str(root), spec=spec, classes=3, name="s", unlabeled=True)
-    assert (found.classes, found.space) == (("a", "b", "c"), (0, 1))
-    assert len(found.unlabeled) == 3
+    assert (found.classes, found.space, len(found.unlabeled)) == (("a", "b", "c"), (0, 1), 3)
+    plant(root, "train/c/*2.dcm")
+    with pytest.raises(DataError, match=r"train/c: expected images .* got only 2 \.dcm"):
+        site_data(str(root), spec=spec, classes=3, name="s")
 
 
-def test_names_of_parts():
-    exact = ("Training", "TEST", "valid", "validation", "Testing", "val")
-    assert [part_of(name) for name in exact] == ["train", "test", "val", "val", "test", "val"]
-    assert [part_of(name) for name in ("tests", "trains", "seg_train", "")] == [""] * 4
-    assert [part_of(name, any_word=True) for name in ("seg_train", "Test Data", "train-test")] == [
-        "train", "test", "",
-    ]  # fmt: skip
-
-
-def test_a_name_with_a_part_in_it_may_be_a_class(tmp_path):
-    tree = find_tree(plant(tmp_path, "train_station/*1.png", "test_tube/*2.png"), IMAGES)
-    assert counted(tree.train) == {"train_station": 1, "test_tube": 2}
-
-
-def test_a_symlink_to_nothing_and_a_pipe(tmp_path, caplog):
+@pytest.mark.parametrize("name", ["loop.png", "pipe.png"])
+def test_a_file_that_is_not_regular_is_named(tmp_path, name):
     root = plant(tmp_path / "tree", *FLAT)
-    os.mkfifo(root / "a" / "pipe.png")
-    tree = find_tree(root, IMAGES)
-    assert str(tree.unused) == "1 pipe.png (not a regular file)"
-    (root / "b" / "loop.png").symlink_to("loop.png")
-    with pytest.raises(DataError, match=r"loop\.png: not a readable image"):
-        load(DataSpec(dataset=f"imagefolder:{root}"))
+    path = root / "b" / name
+    os.mkfifo(path) if name == "pipe.png" else path.symlink_to(name)
+    with pytest.raises(DataError, match=rf"b/{name}: expected a regular file"):
+        load(spec_of(root))
 
 
 def test_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
@@ -214,16 +330,77 @@ def test_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(DataError, match=r"b: not a readable directory \(Permission denied\)"):
-        find_tree(root, IMAGES)
+        load(spec_of(root))
+
+
+def test_the_working_directory_may_be_the_data(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(plant(tmp_path / "tree", *TRAIN, "schema.toml"))
+    assert counted(load(spec_of(".")).train, "ab") == AB
+    assert not caplog.records
+    monkeypatch.chdir(plant(tmp_path / "flat", "*4.png"))
+    (tmp_path / "flat" / "labels.csv").write_text(
+        "file,y\n" + "\n".join(f"{k}.png,{'ab'[k % 2]}" for k in range(4))
+    )
+    assert counted(load(spec_of(".")).train, "ab") == AB
 
 
 def test_files_for_prediction_are_found_and_counted(tmp_path, caplog):
-    root = plant(tmp_path / "new", "*2.png", "deep/*1.jfif", ".hidden/*1.png", "*3.dcm")
-    (root / "link").symlink_to(tmp_path)
+    root = plant(tmp_path / "new", "*2.png", "deep/x/*1.jfif", ".hidden/*1.png", "*3.dcm")
     found = _files_in([root], IMAGES)
     assert [os.path.basename(path) for path in found] == ["0.png", "1.png", "0.jfif"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "5 files are not used as images: 3 .dcm (DICOM" in line
+    assert "3 files are not used as images: 3 .dcm" in line
+    (root / "link").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=r"new/link/new: a symlink leads to"):
+        _files_in([root], IMAGES)
+
+
+def test_nested_directories_of_any_depth_are_listed(tmp_path):
+    path = tmp_path / "deep"
+    for _ in range(400):
+        path = path / "d"
+    path.mkdir(parents=True)
+    (path / "x.png").write_bytes(PICTURE)
+    assert Walk(IMAGES).below(tmp_path / "deep") == [str(path / "x.png")]
+
+
+# --- label tables ---------------------------------------------------------------------------------
+
+TABLES = {  # name of the table -> its content
+    "labels.csv": "file,y\na/0.png,cat\nb/0.png,dog\n1.png,dog\n",
+    "labels.tsv": "file\ty\na/0.png\tcat\nb/0.png\tdog\n1.png\tdog\n",
+    "metadata.csv": "file_name,y\na/0.png,cat\nb/0.png,dog\n1.png,dog\n",
+    "metadata.jsonl": "\n".join(
+        f'{{"file_name": "{file}", "y": "{y}"}}'
+        for file, y in (("a/0.png", "cat"), ("b/0.png", "dog"), ("1.png", "dog"))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("part", ["train", "."])
+def test_a_label_table_has_the_classes_of_its_files(tmp_path, name, part, caplog):
+    root = tmp_path / "tree"
+    plant(root, f"{part}/a/0.png", f"{part}/b/0.png", f"{part}/1.png", f"{part}/unlabeled/*2.png")
+    (root / part / name).write_text(TABLES[name])
+    data = load(spec_of(root))
+    assert counted(data.train, data.classes) == {"cat": 1, "dog": 2}
+    site = site_data(str(root), spec=spec_of(root), classes=2, name="s", unlabeled=True)
+    assert (site.classes, len(site.unlabeled)) == (("cat", "dog"), 2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert ["2 images without a class" in line for line in lines] == [True]
+
+
+def test_a_label_table_is_not_chosen_among_several(tmp_path):
+    root = plant(tmp_path / "tree", "a/0.png", "b/0.png", "1.png")
+    for name in ("labels.csv", "metadata.csv"):
+        (root / name).write_text(TABLES[name])
+    with pytest.raises(DataError, match=r"got labels\.csv and metadata\.csv"):
+        load(spec_of(root))
+    (root / "labels.csv").unlink()
+    (root / "metadata.csv").write_text(TABLES["labels.csv"])
+    with pytest.raises(DataError, match=r"metadata\.csv: column 'file_name' not found, got 'file'"):
+        load(spec_of(root))
 
 
 # --- images -----------------------------------------------------------------------------------
@@ -385,22 +562,22 @@ def tokens(path):
 
 
 @pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252"]
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-le", "utf-16-be"]
 )
-def test_one_text_in_every_encoding(tmp_path, encoding, caplog):
+def test_one_text_in_every_encoding(tmp_path, encoding):
     text = f"{TEXT} " + "and plain words " * 9
-    for name in ("plain", encoding):
-        (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
-    (tmp_path / "c" / "plain").write_text(text, encoding="utf-8")
-    (tmp_path / "c" / encoding).write_bytes(text.encode(encoding))
-    assert tokens(tmp_path / "c" / encoding) == tokens(tmp_path / "c" / "plain")
-    said = "1 of 1 texts are not in UTF-8 and were decoded as Windows-1252" in caplog.text
-    assert said == (encoding == "cp1252")
+    mark = "\ufeff" if encoding[-2:] in ("le", "be") else ""
+    (tmp_path / "plain").write_text(text, encoding="utf-8")
+    (tmp_path / encoding).write_bytes((mark + text).encode(encoding))
+    assert tokens(tmp_path / encoding) == tokens(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("encoding", ["cp1251", "koi8-r", "shift-jis", "gb18030"])
-def test_another_alphabet_is_refused_and_not_misread(tmp_path, encoding):
+@pytest.mark.parametrize(
+    "encoding", ["cp1252", "cp1251", "koi8-r", "shift-jis", "gb18030", "utf-16-le", "utf-32-be"]
+)
+def test_another_encoding_is_refused_and_not_misread(tmp_path, encoding):
     text = "日本語の文章です" if encoding in ("shift-jis", "gb18030") else "Это не латинский текст"
+    text = TEXT if encoding == "cp1252" else "plain words" if "utf" in encoding else text
     path = plant(tmp_path, "c/a.txt", content=(text * 9).encode(encoding)) / "c" / "a.txt"
     with pytest.raises(DataError, match=r"a\.txt: not valid UTF-8 text .*iconv -f"):
         tokens(path)
@@ -412,53 +589,21 @@ def test_a_binary_file_is_no_text(tmp_path):
         tokens(path)
 
 
-TEXT_TREES = {
-    "20 newsgroups": (("20news-bydate/20news-bydate-train/alt.atheism/*3", "20news-bydate/"
-        "20news-bydate-train/sci.med/*2", "20news-bydate/20news-bydate-test/sci.med/*1"),
-        {"alt.atheism": 3, "sci.med": 2}, {"sci.med": 1}, ""),
-    "aclImdb": (("train/pos/*2.txt", "train/neg/*2.txt", "train/unsup/*5.txt", "train/urls_pos.txt",
-        "train/labeledBow.feat", "test/pos/*1.txt", "test/urls_pos.txt", "imdb.vocab", "README"),
-        {"neg": 2, "pos": 2}, {"pos": 1}, "2 .txt files (outside of the class directories)"),
-    "SpamAssassin": (("ham/00001.7c53336b37003a9286aba55d2945844c", "ham/cmds",
-        "spam/00001.317e78fa8ee2f54cd4890fdc09ba8176"), {"ham": 1, "spam": 1}, None,
-        "1 without an extension"),
-    "Enron mail": (("ham/1.", "ham/2.", "spam/1."), {"ham": 2, "spam": 1}, None, ""),
-    "Enron spam": (("ham/*2.txt", "spam/*2.TXT", "Summary.txt"), {"ham": 2, "spam": 2}, None,
-        "1 .txt files (outside of the class directories)"),
-    "pages": (("a/*2.txt", "b/*2.txt", "a/index.html", "b/LICENSE"), {"a": 2, "b": 2}, None,
-        "1 .html"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TEXT_TREES)
-def test_a_tree_of_texts(tmp_path, case, caplog):
-    names, train, test, said = TEXT_TREES[case]
-    root = plant(tmp_path / "tree", *names, content=b"a few words")
-    data = load(DataSpec(dataset=f"text:{root}", max_tokens=4))
-    tree = find_tree(root, TEXTS)
-    assert (counted(tree.train), counted(tree.test)) == (train, test)
-    assert len(data.train) == sum(train.values())
-    assert (said in caplog.text) if said else not caplog.records
-    assert len(caplog.records) <= 1
-
-
-def test_images_with_texts_next_to_them_are_images(tmp_path, caplog):
-    root = plant(tmp_path, "train/a/*4.png", "train/b/*4.png")
+def test_the_kind_of_a_site_is_the_kind_of_the_run(tmp_path, caplog):
+    root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png")
     plant(root, "train/a/*4.txt", "train/b/*9.txt", content=b"a cat")
     spec = DataSpec(test_fraction=0.25)
     found = site_data(str(root), spec=spec, classes=2, name="s")
     assert found.shape == (3, 2, 3)
     assert "13 files are not used as images: 13 .txt" in caplog.text
-    for name in ("a", "b"):
-        for path in (root / "train" / name).glob("*.png"):
-            path.unlink()
-    found = site_data(str(root), spec=spec, classes=2, name="s")
+    found = site_data(str(root), spec=spec.replace(sample_kind="text"), classes=2, name="s")
     assert found.shape == (0, 128, 8192)
+    assert len(found.train) + len(found.test) == 13
 
 
 def test_nothing_of_the_counts_leaves_the_log(tmp_path, caplog):
     """The counts are only in this machine's log, and in no object that is sent."""
-    root = plant(tmp_path, "train/a/*4.png", "train/b/*4.png", "train/a/*7.dcm")
+    root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png", "train/a/*7.dcm")
     found = site_data(str(root), spec=DataSpec(test_fraction=0.25), classes=2, name="s")
     assert [record.name for record in caplog.records] == ["fedhet"]
     assert caplog.records[0].levelno == logging.WARNING

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded, map_npy
 from fedhet.base.errors import DataError, error_reason
-from fedhet.data.class_folders import Files
+from fedhet.data.folders import Files
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.kinds import Shape
 
@@ -196,7 +196,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
             size = first.size if spec.image_size else apply_orientation(first).size
         form = Form.of(size, all(map(_is_gray, files)), spec.image_size)
     form = replace(form, max_bytes=spec.max_bytes)
-    check_max_bytes(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
+    check_max_bytes(len(files) * prod(form.shape), spec, f"{files[0]} and the other images")
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
             header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}

@@ -13,9 +13,8 @@ import torch
 
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
-from fedhet.data.class_folders import TRAIN, UNLABELED, Files, Scan, contains_samples, find_tree
+from fedhet.data.folders import TRAIN, UNLABELED, read_folder
 from fedhet.data.images import IMAGES
-from fedhet.data.labels import find_label_tables, read_label_tables
 from fedhet.data.partition import hold_out, hold_out_validation
 from fedhet.data.rows import find_rows, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, read_schema
@@ -252,7 +251,7 @@ def site_data(
     The directory has one of the following layouts:
 
     - train.npz and test.npz;
-    - images or .txt files in train/<class>/ and test/<class>/;
+    - images or .txt files in train/<class>/ and test/<class>/, or without test data in <class>/;
     - texts in train.csv and test.csv;
     - with schema.toml, a table in train.csv (or .parquet) and test.csv;
     - images or .txt files in train/ and test/, listed in train/labels.csv and test/labels.csv.
@@ -335,7 +334,7 @@ def _read(
     samples that were not read. Raises DataError for an unsupported layout.
     """
     is_classification = find_task(spec.task) is Classification
-    rows, is_npz = find_rows(root, "train"), (root / "train.npz").exists()
+    rows = find_rows(root, "train")
     has_schema = (root / SCHEMA).exists() and (rows is not None or not is_classification)
     schema = _site_schema(root) if has_schema else None
     if schema is None and not is_classification:
@@ -348,20 +347,18 @@ def _read(
         names = declared.names if declared else _read_class_names(root, classes)
     elif schema is not None:
         _check_targets(schema, root, classes, spec)
-    trees = Scan(IMAGES).find_parts(root)[TRAIN]
-    if is_npz + bool(trees) + (rows is not None) != 1:
+    is_array, is_tree = (root / "train.npz").exists(), (root / TRAIN).is_dir()
+    if is_array + is_tree + (rows is not None) > 1 or not any(root.iterdir()):
         raise DataError(
             f"{root}: expected exactly one of train.npz, train/<class>/<images or .txt>, and rows "
             "in train.csv, .tsv, .jsonl, or .parquet (and likewise for test)"
         )
-    for path in root.iterdir():
-        if path.name.lower() in UNLABELED and path.is_dir():
-            raise DataError(
-                f"{path}: unexpected directory. Move it into {next(iter(trees), root / TRAIN)}, "
-                "next to the class directories."
-            )
+    if (is_array or rows is not None) and (root / UNLABELED).is_dir():
+        raise DataError(
+            f"{root / UNLABELED}: unexpected directory. Move it into a directory train."
+        )
     stated = sample_kind(spec)
-    if is_npz:
+    if is_array:
         shared = None if is_classification else schema
         train, test = read_pair(root, spec, stated, classes, shared)
         kind = kind_of_arrays(tuple(train.x.shape[1:]), stated).name
@@ -370,27 +367,22 @@ def _read(
     if rows is not None:
         return _read_rows(root, rows, spec, classes, names, schema), None, 0
 
-    # A text file next to an image describes the image, so the samples are texts only if the tree
-    # contains no images.
-    texts = stated is TEXT or (not contains_samples(root, IMAGES) and contains_samples(root, TEXTS))
-    files = TEXTS if texts else IMAGES
-    if reserved := [name for name in names if name.lower() in UNLABELED]:
+    files = TEXTS if stated is TEXT else IMAGES
+    if UNLABELED in names:
         raise DataError(
-            f"{root / CLASSES}: {reserved[0]!r} cannot be a class name, because it is reserved "
-            f"for the directory of unlabeled {files.noun}"
+            f"{root / CLASSES}: {UNLABELED!r} cannot be a class name, because it is reserved for "
+            f"the directory of unlabeled {files.noun}"
         )
-    like = declared.shape if declared and not texts else None
-    if tables := find_label_tables(root, files, spec):
-        of_site = spec.replace(by="", max_samples=0)
-        dataset = read_label_tables(tables, files, of_site, schema, names, like)
-        if len(dataset.classes) != (classes or len(dataset.classes)):
-            raise DataError(
-                f"{tables[TRAIN]}: expected {classes} different labels, one for each class of the "
-                f"run, got {len(dataset.classes)}. If some are missing, list all classes of the "
-                f"run in {root / CLASSES}, in the order that the run uses."
-            )
+    dataset, paths = read_folder(
+        root, files, spec.replace(by="", max_samples=0), names=names, classes=classes,
+        schema=schema, like=declared.shape if declared and files is IMAGES else None,
+    )  # fmt: skip
+    if not paths:
         return dataset, None, 0
-    return _read_tree(root, files, spec, classes, names, like, unlabeled=unlabeled)
+    if not unlabeled:
+        return dataset, dataset.train.take(torch.arange(0)), len(paths)
+    x = files.read(paths, spec, tuple(dataset.train.x.shape[1:]))
+    return dataset, Split(x, torch.full((len(paths),), UNKNOWN)), 0
 
 
 def _read_rows(
@@ -416,38 +408,6 @@ def _read_rows(
     test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
     kind, outputs = TABLE.name, schema.outputs
     return Dataset(f"{root}", train, test, outputs, kind=kind, schema=schema, task=task)
-
-
-def _read_tree(
-    root: Path,
-    files: Files,
-    spec: DataSpec,
-    classes: int,
-    names: tuple[str, ...],
-    like: Shape | None,
-    *,
-    unlabeled: bool,
-) -> tuple[Dataset, Split | None, int]:
-    """Read a site's tree with one directory for each class. Returns the same values as `_read`."""
-    tree = find_tree(root, files, classes=names, all_classes=False)
-    if len(tree.classes) != classes:
-        raise DataError(
-            f"{root}: expected {classes} class directories, one for each class of the run, got "
-            f"{len(tree.classes)}. If some are missing, list all classes of the run in "
-            f"{root / CLASSES}, in the order that the run uses."
-        )
-    dataset, paths = tree.read(spec, like), tree.unlabeled
-    if paths is None:
-        return dataset, None, 0
-    if not unlabeled:
-        return dataset, dataset.train.take(torch.arange(0)), len(paths)
-    if not paths:
-        raise DataError(
-            f"{root}: the directory of unlabeled training {files.noun} is empty. Remove it to "
-            "hide the labels of other samples instead."
-        )
-    x = files.read(paths, spec, tuple(dataset.train.x.shape[1:]))
-    return dataset, Split(x, torch.full((len(paths),), UNKNOWN)), 0
 
 
 def _check_targets(schema: TableSchema, root: Path, classes: int, spec: DataSpec) -> Task:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason
-from fedhet.data.class_folders import Files
 from fedhet.data.columns import find_categories
+from fedhet.data.folders import Files
 from fedhet.data.rows import MISSING, Table, read_bounded, read_table
 from fedhet.data.schemas import TableSchema, find_schema
 from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, reading
@@ -188,7 +188,7 @@ def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     def split(path: Path) -> Split:
         with reading(path, "text"):
             content = read_bounded(path, spec)
-        tokens = encode(_decoded(content, path)[0])
+        tokens = encode(_decoded(content, path))
         check_max_bytes(_TOKEN_BYTES * len(tokens), spec, path)
         if (count := len(tokens) // (length + 1)) < 1:
             raise DataError(
@@ -231,11 +231,6 @@ _MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UT
     BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
     BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
-_WESTERN = 0.1
-"""Maximum fraction of non-ASCII bytes in a text that is decoded as Windows-1252. Texts in other
-alphabets have far more such bytes, so they are rejected instead of misread."""
-_LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
-"""Latin-1 characters for the five bytes that Windows-1252 leaves undefined."""
 
 
 def read_texts(
@@ -307,45 +302,33 @@ def read_texts(
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
     """Read text files as tokens [N, L]. `like` is ignored.
 
-    Supported encodings are UTF-8, and UTF-16 and UTF-32 with a byte order mark. Other files are
-    decoded as Windows-1252, with a warning, if almost all bytes are ASCII.
+    The encoding must be UTF-8, or UTF-16 or UTF-32 with a byte order mark. Raises DataError
+    otherwise.
     """
-    texts, size, western = [], 0, []
+    texts, size = [], 0
     for path in map(Path, files):
         with reading(path, "text"):
             content = read_bounded(path, spec)
-        text, encoding = _decoded(content, path)
-        texts.append(text)
-        western += [path] if encoding == "cp1252" else []
+        texts.append(_decoded(content, path))
         size += len(content)
-        check_max_bytes(size, spec, path.parent)
-    if western:
-        LOG.warning(
-            "%s: %d of %d texts are not in UTF-8 and were decoded as Windows-1252; the first is "
-            "%s",
-            western[0].parent, len(western), len(texts), western[0],
-        )  # fmt: skip
-    return tokenize(texts, spec, Path(files[0]).parent if files else "")
+        check_max_bytes(size, spec, f"{files[0]} and the other texts")
+    return tokenize(texts, spec, f"{files[0]} and the other texts" if files else "")
 
 
-def _decoded(content: bytes, path: Path) -> tuple[str, str]:
-    """Decode a text, and return it with its encoding. Raises DataError for an unknown encoding."""
-    marked = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "")
-    if not marked and content[:4000].count(0) * 10 > len(content[:4000]):
-        # The file contains binary data, or UTF-16 without a byte order mark.
-        even = content[:4000:2].count(0)
-        odd = content[1:4000:2].count(0)
-        marked = "utf-16-be" if even > 4 * odd else "utf-16-le" if odd > 4 * even else "ascii"
+def _decoded(content: bytes, path: Path) -> str:
+    """Decode a text. Raises DataError if the encoding is unsupported."""
+    encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
+    fault = "null characters"  # UTF-16 without a byte order mark may be valid UTF-8.
     try:
-        return content.decode(marked or "utf-8").removeprefix("\ufeff"), marked or "utf-8"
+        if "\0" not in (text := content.decode(encoding)):
+            return text
     except UnicodeDecodeError as error:
-        if not marked and sum(byte > 127 for byte in content) <= len(content) * _WESTERN:
-            return content.decode("cp1252", "surrogateescape").translate(_LATIN), "cp1252"
-        raise DataError(
-            f"{path}: not valid UTF-8 text ({error_reason(error)}). Convert it, for example with "
-            "`iconv -f WINDOWS-1251 -t UTF-8`."
-        ) from error
+        fault = error_reason(error)
+    raise DataError(
+        f"{path}: not valid UTF-8 text ({fault}). Convert the file, for example with `iconv -f "
+        "WINDOWS-1252 -t UTF-8`."
+    )
 
 
-TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, text_sample_shape, bare=True)
-"""File type of texts. Files without an extension are read only if a tree has no .txt file."""
+TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, text_sample_shape)
+"""File type of texts."""

@@ -40,7 +40,7 @@ from fedhet.client_runtime.samples import (
 )
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
-from fedhet.data.class_folders import Files, Scan
+from fedhet.data.folders import Files, Walk
 from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.rows import ENDINGS, read_table
 from fedhet.data.site import site_outputs
@@ -1004,21 +1004,21 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
 def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
     """Return the files in `paths`, and the sample files in directories, in natural order.
 
-    Directories are read recursively, without following symlinks to directories. Unused files are
-    logged. Raises DataError if there are no samples.
+    Directories are read recursively. The number of other files is logged. Raises DataError if there
+    are no samples.
     """
     names: list[str] = []
     for path in paths:
         if not path.is_dir():
             names.append(str(path))
             continue
-        scan = Scan(files, follow=False).read(path)
-        names += sorted(scan.samples(), key=natural)
-        scan.all_unused().report(path, files)
+        walk = Walk(files)
+        names += sorted(walk.below(path), key=natural)
+        walk.warn(path)
     for name in names:
         _check_regular(Path(name))
     if not names:
-        raise DataError(f"{', '.join(map(str, paths)) or 'no path'}: {files.noun} not found")
+        raise DataError(f"expected paths of {files.noun}, got none")
     return names
 
 

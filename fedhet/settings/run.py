@@ -86,9 +86,10 @@ class DataSettings(Schema):
     by: str = Field(
         "",
         description="text:FILE, table:FILE, labels.csv: column with the owner of each sample; "
-        "signal:DIR: array with the owners in train.npz. Each client gets the samples of one "
-        "owner. If there are more owners than clients, the owners with the most samples are used; "
-        "empty = use 'partition'",
+        "signal:DIR: array with the owners in train.npz; folder = imagefolder:PATH, text:PATH: "
+        "directory above the class directory. Each client gets the samples of one owner. If there "
+        "are more owners than clients, the owners with the most samples are used; empty = use "
+        "'partition'",
     )
     alpha: Positive = Field(
         0.5, description="concentration of the Dirichlet distribution; smaller = more skewed"
@@ -128,11 +129,6 @@ class DataSettings(Schema):
         0,
         description="imagefolder:DIR, hf:NAME: side length of resized images, in pixels; 0 = no "
         "resizing",
-    )
-    class_level: Annotated[int, Field(ge=0, le=4)] = Field(
-        0,
-        description="imagefolder:PATH, text:PATH: depth of the class directories below PATH or its "
-        "train and test directories; 0 = automatic: 1, or an error if the tree is ambiguous",
     )
     text_column: Names = Field(
         ("text",),

@@ -1,13 +1,13 @@
 """Sources for user data: images, arrays, signals, tables, texts, and Python functions.
 
-- `imagefolder:PATH`: images, with one directory for each class or with a label table.
+- `imagefolder:PATH`: images in PATH[/train|/test]/CLASS/FILE, or with a label table.
 - `npz:DIR`: one .npz file for each client, with images or table rows.
 - `signal:DIR`: signals [N, channels, time] in .npz files, with one file for each client or one file
   for all clients.
 - `table:PATH`: a table with the label column `data.target`. PATH is a file, a directory with
   train.csv and optionally test.csv, or a directory with one file for each client.
-- `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a tree
-  of .txt files with one directory for each class or with a label table.
+- `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a
+  directory of .txt files in the layout of `imagefolder:PATH`.
 - `next-token:PATH`: windows of a text, labeled with the next token. PATH is a .txt file, or a
   directory with train.txt and optionally test.txt.
 - `python:module:function`: a function without arguments. It returns a `Dataset`, a pair (x, y) of
@@ -35,9 +35,8 @@ import torch
 from fedhet.base.arrays import read_header
 from fedhet.base.disk import expanded, load_npz
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest, one_line
-from fedhet.data.class_folders import Files, find_tree, is_ignored, part_of
+from fedhet.data.folders import PARTS, Files, is_ignored, read_folder
 from fedhet.data.images import IMAGES
-from fedhet.data.labels import find_label_tables, read_label_tables
 from fedhet.data.rows import ENDINGS, TEXT_ENDINGS, Table, find_rows, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
 from fedhet.data.spec import (
@@ -354,14 +353,16 @@ def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
 # --- trees, tables, and texts ---------------------------------------------------------------------
 
 
-def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
-    """Read a directory tree as a dataset. Raises DataError if it is invalid."""
-    if label_tables := find_label_tables(expanded(place), files, spec):
-        return read_label_tables(label_tables, files, spec)
-    tree = find_tree(expanded(place), files, level=spec.class_level)
-    num_unlabeled = len(tree.unlabeled or ())
-    tree.unused.add(f"{files.noun} without a class", "see data.labeled-alpha", num_unlabeled)
-    return tree.read(spec, max_samples=spec.max_samples)
+def read_files(place: str, spec: DataSpec, files: Files) -> Dataset:
+    """Read a directory of images or texts as a dataset. Raises DataError if it is invalid."""
+    dataset, unlabeled = read_folder(expanded(place), files, spec)
+    if unlabeled:
+        LOG.warning(
+            "%s: %d %s without a class are used only at sites. In a simulation, data.labeled-alpha "
+            "hides the labels of other samples.",
+            place, len(unlabeled), files.noun,
+        )  # fmt: skip
+    return dataset
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
@@ -424,7 +425,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
             )
         for file in files:
             stem, *_ = file.name.split(".")
-            if part_of(stem):
+            if stem.lower() in PARTS:
                 raise DataError(
                     f"{file}: the name of a part of the data, but the file with the training rows "
                     f"is missing, expected a name such as {path / 'train.csv'}. If each file has "
@@ -457,17 +458,12 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
 def read_own_texts(place: str, spec: DataSpec) -> Dataset:
     """Read the dataset `text:PATH`.
 
-    `Dataset.groups` is set if `data.by` names a column. Raises DataError if a file is invalid or
-    `data.by` is unsupported.
+    `Dataset.groups` is set if `data.by` is set. Raises DataError if a file is invalid.
     """
     _, train, test = _located(place, TEXT_ENDINGS)
     if train is not None:
         return read_texts(train, test, spec)
-    if spec.by and not find_label_tables(expanded(place), TEXTS, spec):
-        raise SettingsError(
-            f"data.by is unsupported for a tree of .txt files, expected text:FILE, got {spec.by!r}"
-        )
-    return read_tree(place, spec, TEXTS)
+    return read_files(place, spec, TEXTS)
 
 
 def read_next_tokens(place: str, spec: DataSpec) -> Dataset:
@@ -595,11 +591,11 @@ def _kind_of_function(path: str) -> Kind:
 SOURCES = (
     Source(
         "imagefolder",
-        "a tree of images",
-        lambda place, spec: read_tree(place, spec, IMAGES),
+        "images: PATH[/train|/test]/CLASS/FILE, or with a label table (labels.csv)",
+        lambda place, spec: read_files(place, spec, IMAGES),
         "PATH",
         is_mapped=True,
-        owners="imagefolder:PATH with labels.csv",
+        owners="imagefolder:PATH",
     ),
     Source(
         "npz",
@@ -628,11 +624,11 @@ SOURCES = (
     ),
     Source(
         "text",
-        "texts: CSV, TSV, JSON lines, or a tree of .txt files",
+        "texts: CSV, TSV, JSON lines, or .txt files in the layout of imagefolder:PATH",
         read_own_texts,
         "PATH",
         TEXT,
-        owners="text:FILE",
+        owners="text:PATH",
     ),
     Source(
         "next-token", "windows of a text, to predict the next token", read_next_tokens, "PATH", TEXT
