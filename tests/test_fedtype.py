@@ -1,11 +1,12 @@
 """FedType: messages, gradients, and ablations."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from federation import Server, records, run, small, training
+from federation import Server, records, run, small
 from rounds import clients, fitted, instruction_of, learn, opened, replied, same, state_of
 from torch.nn import functional as F
 
@@ -230,7 +231,7 @@ def test_the_proxy_starts_each_round_from_the_servers(client):
     sent = instruction(client)
     client.train(1, sent)
     client.settings = client.settings.model_copy(update={"aggregation": "fedavg"})
-    client.run = training(client.run, lr=1e-12)
+    client.node = replace(client.node, training=client.training.model_copy(update={"lr": 1e-12}))
     client.train(2, sent)
     for name, value in client.models["proxy"].state_dict().items():
         np.testing.assert_allclose(value.numpy(), sent.tensors[f"proxy/{name}"], atol=1e-5)

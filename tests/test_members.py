@@ -2,10 +2,11 @@
 
 import json
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from federation import Server, records, run, small, training
+from federation import Server, records, run, small
 from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
@@ -488,7 +489,7 @@ class Diverging(InlineProxy):
     def fit(self, ins, timeout, group_id):
         client = open_client(self._config, self._node)
         rate = 1e30 if (self.cid, group_id) == ("client-1", 2) else 1e-3
-        client.run = training(client.run, lr=rate)
+        client.node = replace(client.node, training=client.training.model_copy(update={"lr": rate}))
         return super().fit(ins, timeout, group_id)
 
 

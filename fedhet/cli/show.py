@@ -171,7 +171,7 @@ def schema_command(
         Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines, Parquet, or .npz file.")
     ],
     target: Annotated[
-        str, typer.Option(help="Label column. Not needed if the schema exists already.")
+        str, option("COLUMN", "Label column.", default="the target of an existing schema")
     ] = "",
     exclude: Annotated[
         str, option("NAME,NAME…", "Columns that are not features, such as the site.")
