@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Generator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -20,10 +18,6 @@ from fedhet.cli import main
 from fedhet.engines import connection
 from fedhet.learning import training
 
-# Tests sync many small files, and would wait for a disk most of the time.
-MEMORY, NEEDED = Path("/dev/shm"), 8 * 2**30
-if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > NEEDED:
-    os.environ.setdefault("TMPDIR", str(MEMORY))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
 
