@@ -49,7 +49,7 @@ HOSPITALS = {"north": (62.0, 1.0, 1.0), "east": (45.0, 2.2046, 1.0), "south": (7
 """Mean age, and unit conversion factors for weight and creatinine, for each hospital in
 `regression`. North uses kg and mg/dL, east uses pounds, and south uses µmol/L."""
 SETTINGS = {
-    "table": "felo --dataset table:{} --set target=outcome",
+    "table": "felo --dataset table:{} --set target=outcome --set by=site",
     "regression": "fml --dataset table:{} --set task=regression --set target=days --set by=site "
     "--clients 3",
 }
