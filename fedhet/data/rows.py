@@ -141,7 +141,7 @@ class Table:
         owners = self.column(by)
         for place, owner in enumerate(owners.texts):
             if owner in MISSING:
-                fault = "values of the column data.by must not be missing"
+                fault = "values of the column data.by must not be missing. Name the owner"
                 raise self.error(by, owners.first_row(place), fault)
         return encode_owners(owners.rows())
 
