@@ -206,6 +206,13 @@ def test_a_column_of_an_unclear_type_is_refused_with_a_line_for_the_schema(tmp_p
         load(spec(path))
 
 
+def test_a_series_of_consecutive_days_is_a_date(tmp_path):
+    days = [str(datetime.date(2024, 1, 1) + datetime.timedelta(k)) for k in range(40)]
+    column, x = column_of(tmp_path, days)
+    assert column.type == "date"
+    np.testing.assert_allclose(x, expected(range(40)), atol=1e-5)
+
+
 def test_every_unclear_column_is_named_at_once(tmp_path, call):
     rows = [[f"w{k}", "f", f"0{k % 9 + 1}/03/2024", "", "ny"[k % 2]] for k in range(40)]
     path = write(tmp_path / "all.csv", rows)
@@ -565,7 +572,7 @@ def test_a_broken_csv_file_is_one_line(tmp_path, text, fault):
         (ROWS[:1] + [[*row[:4], ""] for row in ROWS], {}, "row 2, column 'died': the label is mi"),
         (ROWS, {"target": "dies"}, "column 'dies' not found, .*; did you mean 'died'"),
         (ROWS, {"target": ""}, "data.target must name the label column, one of age, sex"),
-        (ROWS, {"exclude": HEAD[:4]}, "expected a feature column besides 'died'"),
+        (ROWS, {"exclude": HEAD[:4]}, "at least one feature column, got only 'died'"),
         (ROWS, {"by": "sex"}, "row 3, column 'sex': values of the column data.by must"),
         ([[*row[:4], "no"] for row in ROWS], {}, "expected 2 to 1000 classes, got 1 distinct"),
     ],

@@ -141,6 +141,7 @@ REFUSED = {  # files -> the first path that does not fit, and the fix
         "set data.by to folder"),
     "owners in a part": (("train/h1/a/*2.png", "train/h2/b/*2.png"), "train/h1/a",
         "set data.by to folder"),
+    "samples without a class": ((*FLAT, "unsup/*1.png"), "unsup", "Rename it to unlabeled"),
     "a wrapper": (("archive/a/*1.png", "archive/b/*1.png"), "archive/a", "use {}/archive as the"),
     "a wrapper of parts": (("x/train/a/*1.png", "x/test/a/*1.png"), "x/test", "use {}/x as the"),
     "masks": (("a/images/*2.png", "a/masks/*2.png"), "a/images", "Move its files into {}/a"),

@@ -112,7 +112,7 @@ class Column(BaseModel):
         return f"{self.type}, {text}" + ", may be missing" * bool(self.optional)
 
     def absent(self, texts: Sequence[str]) -> Mask:
-        """Return which of the texts [D] mark missing values.
+        """Return a mask of the texts [D] that mark missing values.
 
         A marker that is a number, such as -999, also has the form -999.0.
         """
@@ -155,10 +155,6 @@ class Column(BaseModel):
         if not re.fullmatch(form, text):
             return ""
         return text.replace(self.thousands or "\0", "").replace(self.decimal, ".")
-
-    def places(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return the index in `values` of each text [D], or -1 for an unknown word."""
-        return find_words(texts, self.values)
 
     def fit(self, table: Table) -> Column:
         """Determine the unknown fields from training rows. Raises DataError if one is invalid."""
@@ -223,7 +219,7 @@ class Column(BaseModel):
         absent = self.absent(values.texts)
         unknown = absent & (not self.optional)
         if self.type == "category":
-            places = np.where(absent, -1, self.places(values.texts))
+            places = np.where(absent, -1, find_words(values.texts, self.values))
             unknown |= (places < 0) & ~absent
             features = (places[:, None] == np.arange(len(self.values))).astype(np.float32)
         else:
@@ -322,7 +318,8 @@ def infer_column(name: str, table: Table) -> Column:
         typed = column.model_copy(update={"type": kind})
         numbers = typed.numbers(values)
         if words and not np.isnan(numbers[present]).any():
-            if not _counts_rows(numbers[values.codes], table):
+            # Dates may be consecutive: a series with a row for each day.
+            if kind == "date" or not _counts_rows(numbers[values.codes], table):
                 return typed
             unnamed = UNNAMED.fullmatch(name)
             return column.model_copy(update={"type": "ignore"}) if unnamed else column

@@ -30,6 +30,8 @@ from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 TRAIN, TEST, UNLABELED = "train", "test", "unlabeled"
+_UNLABELED = ("unlabeled", "unlabelled", "unsup")
+"""Names that datasets give to samples without a class; they would become a class unnoticed."""
 CLASS, FOLDER = "class", "folder"
 """Columns of a directory tree that is read as a table: the class and the owner of each file."""
 LABEL_TABLES = {"labels": "file", "metadata": "file_name"}
@@ -226,6 +228,9 @@ class _Tree:
                 if name == UNLABELED:
                     unlabeled += self.walk.below(path)
                     continue
+                if name.lower() in _UNLABELED:
+                    fix = f"Rename it to {UNLABELED} if its {noun} have no class."
+                    raise self._error(path, fix)
                 if known and name not in known:
                     raise DataError(f"{path}: unknown class {name!r}{nearest(name, known)}")
                 files = self._files(path)

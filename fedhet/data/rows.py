@@ -318,8 +318,11 @@ def _csv(
     from pyarrow import csv as arrow_csv
 
     start = next(chunks := _chunks(path, spec), b"")
-    for _ in chunks:  # Check the size before a row is decoded.
-        pass
+    # Check the size before a row is decoded. Only the size of a .gz file must be counted.
+    if path.suffix.lower() == ".gz":
+        for _ in chunks:
+            pass
+    check_max_bytes(path.stat().st_size, spec, path)
     head = start.decode("utf-8-sig", "ignore").splitlines(keepends=True) or [""]
     separator = "\t" if is_tsv else max(_SEPARATORS, key=head[0].count)
     quoted = csv.reader(head, delimiter=separator)

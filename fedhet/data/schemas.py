@@ -81,8 +81,7 @@ class TableSchema(BaseModel):
     def digest(self) -> str:
         """Hash of all fields that affect the encoding of features and targets.
 
-        The notation of values has no effect, because each site may declare the notation of its own
-        files.
+        Fields in `NOTATION` have no effect, because sites may write their files differently.
         """
         other = {"task", "targets"} if self.task == CLASSIFICATION.name else set()
         values = self.model_dump(mode="json", exclude={"max_unknown", "missing", *other})

@@ -86,7 +86,9 @@ def infer_schema(
                 one_line(f"{table.path}: column {column.name!r}"), len(table),
             )  # fmt: skip
     if not fitted:
-        raise DataError(f"{table.path}: expected a feature column besides {spec.target!r}")
+        raise DataError(
+            f"{table.path}: expected at least one feature column, got only {spec.target!r}"
+        )
     return targets.model_copy(update={"columns": tuple(fitted)})
 
 
