@@ -50,14 +50,14 @@ def texts(home, tmp_path, monkeypatch):
     return load(DataSpec(dataset=f"text:{path}", tokenizer="tiny", max_tokens=8))
 
 
-def test_tokens_are_the_encoders_own_with_its_padding_exchanged(texts):
+def test_tokens_are_those_of_the_encoder_with_padding_0(texts):
     expected = [[2, 3], [5, 6, 2, PAD], [4]]  # an unknown word, 0 there, is what PAD was
     assert [row[row > 0].tolist() for row in texts.train.x] == expected
     assert texts.shape == (0, 8, len(WORDS))
 
 
 @pytest.mark.parametrize(("name", "layers"), [("encoder-1:tiny", 1), ("encoder-3-frozen:tiny", 3)])
-def test_features_are_the_mean_of_the_encoders_last_states(texts, home, name, layers):
+def test_features_are_the_mean_of_the_last_hidden_states(texts, home, name, layers):
     from transformers import BertModel
 
     made = models.build(name, texts.shape, 2, seed=0).eval()
@@ -83,29 +83,29 @@ def trained(made):
     return [*made.extractor[1:], made.classifier]
 
 
-def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
-    with pytest.raises(ModelError, match="expected texts of up to 14 tokens with ids below 7, got"):
+def test_invalid_encoder_raises(texts, home, monkeypatch):
+    with pytest.raises(ModelError, match=r"14 tokens.*7"):
         models.build("encoder-1:tiny", (0, 8, 99), 2, seed=0)
-    with pytest.raises(ModelError, match="expected texts"):
+    with pytest.raises(ModelError, match="texts"):
         models.build("encoder-1:tiny", (3, 8, 8), 2, seed=0)
-    with pytest.raises(DataError, match="directory not found"):
+    with pytest.raises(DataError):
         models.check_name("encoder-1:other")
-    with pytest.raises(SettingsError, match="a name must consist of letters"):
+    with pytest.raises(SettingsError, match="name"):
         encoder_directory("../x")
     (home / "bad").mkdir(exist_ok=True)
     (home / "bad" / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 7}))
-    with pytest.raises(ModelError, match="max_position_embeddings not found"):
+    with pytest.raises(ModelError, match="max_position_embeddings"):
         models.build("encoder-1:bad", texts.shape, 2, seed=0)
     (home / "bad" / "tokenizer.json").write_text("{")
     (home / "all.csv").write_text("text,label\na,0\nb,1\n")
-    with pytest.raises(DataError, match="not a readable tokenizer"):
+    with pytest.raises(DataError, match="tokenizer"):
         load(DataSpec(dataset=f"text:{home / 'all.csv'}", tokenizer="bad"))
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(SettingsError, match="the environment variable FEDHET_ENCODERS"):
+    with pytest.raises(SettingsError, match="FEDHET_ENCODERS"):
         models.check_name("encoder-1:tiny")
 
 
-def test_a_site_imports_nothing_for_an_encoder():
+def test_encoder_at_a_site_needs_no_import_permission():
     """The site reads only its own $FEDHET_ENCODERS."""
     taken = permitted({"partition-id": 0}, {"method": "felo", "models.pool": "encoder-2:tiny,mlp"})
     assert taken["models.pool"] == ("encoder-2:tiny", "mlp")

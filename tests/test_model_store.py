@@ -12,7 +12,7 @@ def model(seed):
     return {"a.weight": rng.normal(size=(3, 2)).astype(np.float32), "a.count": np.array(seed)}
 
 
-def test_what_is_put_is_got(tmp_path):
+def test_stored_model_round_trips(tmp_path):
     shelf = ModelStore(tmp_path / "pool")
     assert shelf.contents() == []
     for key in ((3, 1), (3, 12), (10, 2)):
@@ -27,7 +27,7 @@ def test_what_is_put_is_got(tmp_path):
     assert (3, 2) not in shelf
 
 
-def test_old_versions_go(tmp_path):
+def test_old_model_versions_are_deleted(tmp_path):
     shelf = ModelStore(tmp_path)
     for key in ((0, 1), (0, 2), (0, 9), (0, 10), (1, 1)):
         shelf.put(key, model(0))
@@ -37,18 +37,18 @@ def test_old_versions_go(tmp_path):
     assert shelf.contents() == [(0, 9)]
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
+def test_missing_model_raises_with_its_name(tmp_path):
     with pytest.raises(StateError, match="4-2"):
         ModelStore(tmp_path).get((4, 2))
 
 
-def test_a_read_only_array_can_be_put(tmp_path):
+def test_read_only_array_can_be_stored(tmp_path):
     value = np.frombuffer(np.arange(3, dtype=np.float32).tobytes(), np.float32)
     ModelStore(tmp_path).put((0, 0), {"x": value})
     np.testing.assert_array_equal(ModelStore(tmp_path).get((0, 0))["x"], [0, 1, 2])
 
 
-def test_other_files_in_the_folder_are_left_alone(tmp_path):
+def test_other_files_in_the_directory_are_kept(tmp_path):
     store = ModelStore(tmp_path)
     store.put((1, 2), {"w": np.ones(2)})
     for name in ("a-b", "1-2-3", "1-", "\u0663-1"):

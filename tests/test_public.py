@@ -37,7 +37,7 @@ def folder(path, x, y):
 
 @given(seed=st.integers(0, 100), share=st.floats(0.05, 0.6))
 @hypothesis_settings(max_examples=10)
-def test_a_share_of_the_training_set_is_nobodys(seed, share):
+def test_public_fraction_belongs_to_no_client(seed, share):
     whole = load(DIGITS.replace(public_fraction=0.0))
     spec = DIGITS.replace(seed=seed, public_fraction=share, partition="iid")
     store = RunData(spec)
@@ -54,18 +54,18 @@ def test_a_share_of_the_training_set_is_nobodys(seed, share):
     assert not seen & rows(store.common_test.x)
 
 
-def test_each_class_gives_its_share():
+def test_public_fraction_is_taken_from_each_class():
     whole = np.bincount(load(DIGITS.replace(public_fraction=0.0)).train.y, minlength=10)
     public = np.bincount(RunData(DIGITS).public_set(*IMAGES, 10).y, minlength=10)
     assert np.all(np.abs(public - 0.2 * whole) <= 1)
 
 
-def test_the_share_hangs_on_the_seed_alone():
+def test_public_fraction_depends_only_on_the_seed():
     one, same, other = (RunData(DIGITS.replace(seed=s)).public_set(*IMAGES, 10) for s in (1, 1, 2))
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
-def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
+def test_public_dataset_is_unchanged_and_truncated(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
@@ -75,7 +75,7 @@ def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
     np.testing.assert_array_equal(public.x[:40].numpy(), x)
 
 
-def test_data_without_labels_is_one_class(tmp_path):
+def test_unlabeled_public_data_has_one_class(tmp_path):
     """The number of samples does not matter, and `public-samples` also limits files."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
@@ -88,11 +88,11 @@ def test_data_without_labels_is_one_class(tmp_path):
     )
     assert len(one) == 30
     assert rows(one) == rows(same) != rows(other)
-    with pytest.raises(DataError, match="expected at least 2 classes, got 1"):
+    with pytest.raises(DataError, match=r"2 classes.*1"):
         load(DIGITS.replace(dataset=name, public_fraction=0))
 
 
-def test_the_digest_of_a_public_set_depends_on_its_samples_and_labels_alone(tmp_path):
+def test_digest_of_a_public_set_depends_only_on_samples_and_labels(tmp_path):
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (20, 1, 8, 8), dtype=np.uint8), np.arange(20) % 10
     pixel, label = x.copy(), y.copy()
@@ -107,7 +107,7 @@ def test_the_digest_of_a_public_set_depends_on_its_samples_and_labels_alone(tmp_
 
 
 @pytest.mark.parametrize("method", ["fedmd", "feddf", "cofed"])
-def test_a_server_with_another_public_set_than_a_site_is_refused(method, tmp_path):
+def test_server_with_another_public_set_than_a_site_raises(method, tmp_path):
     config = small(method, **fast(method))
     shown = RunData.of(config.run).public_digest(*IMAGES)
     for digest in (shown, "0" * 16):
@@ -118,11 +118,11 @@ def test_a_server_with_another_public_set_than_a_site_is_refused(method, tmp_pat
         if digest == shown:
             assert len(server.strategy.public_set(labeled=False))
             continue
-        with pytest.raises(DataError, match=f"server's public set differs .* of client {first}"):
+        with pytest.raises(DataError, match=f"client {first}"):
             server.strategy.public_set(labeled=False)
 
 
-def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):
+def test_unlabeled_public_images_are_in_one_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "images" / "any").mkdir(parents=True)
     for number in range(6):
@@ -135,21 +135,19 @@ def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):
     np.testing.assert_array_equal(public.x[:, 0, 0, 0], np.arange(6) * 40)
 
 
-def test_the_wrong_shape_or_classes_are_named(tmp_path):
+def test_public_set_of_another_shape_or_classes_raises(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
     spec = DIGITS.replace(public_fraction=0, public_dataset=name)
-    with pytest.raises(
-        DataError, match=r"must have shape \[1, 8, 8\] as in the clients' data, got shape \[3\]"
-    ):
+    with pytest.raises(DataError, match=r"\[1, 8, 8\].*\[3\]"):
         RunData(spec).public_set(*IMAGES, None)
-    with pytest.raises(DataError, match="expected 10 classes as in the clients' data, got 3"):
+    with pytest.raises(DataError, match=r"10 classes.*3"):
         RunData(spec).public_set("table", (3,), 10)
     assert len(RunData(spec).public_set("table", (3,), None)) == 12
 
 
-def test_a_sample_of_a_clients_is_refused():
+def test_public_set_with_a_client_sample_raises():
     own = RunData(DIGITS).client(0).train
-    with pytest.raises(DataError, match=r"3 of \d+ samples of client-0"):
+    with pytest.raises(DataError, match=r"3 of \d+ .*client-0"):
         check_no_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
     check_no_overlap(RunData(DIGITS).public_set(*IMAGES, 10), own, "client-0")
 
@@ -158,19 +156,19 @@ OF_PUBLIC_DATA = sorted(n for n in shipped_names() if find_method(n).spec.needs_
 
 
 @pytest.mark.parametrize("method", OF_PUBLIC_DATA)
-def test_a_sample_of_the_common_test_set_is_refused(method, tmp_path):
+def test_public_set_with_a_test_sample_raises(method, tmp_path):
     common = RunData.of(small(method).run).common_test
     for part in ("train", "test"):
         (tmp_path / "data" / part).mkdir(parents=True)
         np.savez(tmp_path / "data" / part / "0.npz", x=common.x.numpy(), y=common.y.numpy())
     config = small(method, public_dataset=f"npz:{tmp_path / 'data'}", **fast(method))
-    with pytest.raises(DataError, match="100 of 100 samples of the common test set"):
+    with pytest.raises(DataError, match="100 of 100"):
         Server(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("source", ["generated", "unused", ""])
 @pytest.mark.parametrize("method", ["cofed", "feddf"])
-def test_rows_of_the_training_set_may_equal_rows_of_the_test_set(method, source, tmp_path):
+def test_public_training_rows_may_equal_test_rows(method, source, tmp_path):
     """In a table with few distinct rows, they do so by chance."""
     for part, rows in (("train", 200), ("test", 40)):
         words = [f"{'rgb'[k % 3]},{'sml'[k % 7 % 3]},{k % 2}" for k in range(rows)]
@@ -182,25 +180,25 @@ def test_rows_of_the_training_set_may_equal_rows_of_the_test_set(method, source,
     assert {*map(tuple, public.x.tolist())} & {*map(tuple, common.x.tolist())}
 
 
-def test_the_runs_own_dataset_cannot_be_public_too():
+def test_dataset_of_the_run_as_public_dataset_raises():
     config = resolve({"method": "local", "data.public-dataset": "digits"})
-    with pytest.raises(DataError, match=r"samples of digits.*public-fraction"):
+    with pytest.raises(DataError, match=r"digits.*public-fraction"):
         check(config)
 
 
-def test_none_is_named_where_none_is():
-    with pytest.raises(SettingsError, match=r"public data not found\. Set"):
+def test_missing_public_set_raises():
+    with pytest.raises(SettingsError, match=r"public data"):
         RunData(DIGITS.replace(public_fraction=0)).public_set(*IMAGES, 10)
 
 
-def test_generated_rows_have_no_labels_to_learn_from():
+def test_generated_public_rows_have_no_labels():
     spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
     assert len(RunData(spec).public_set("table", (30,), None)) == 20
-    with pytest.raises(SettingsError, match=r"data\.public-dataset must have labels .*generated"):
+    with pytest.raises(SettingsError, match=r"data\.public-dataset"):
         RunData(spec).public_set("table", (30,), 2)
 
 
-def test_two_sources_are_refused():
+def test_two_sources_of_public_data_raise():
     said = r"'data\.public-fraction': expected 0 with 'data.public-dataset' = .*, got 0.1"
     with pytest.raises(SettingsError, match=said):
         resolve({"data.public-dataset": "digits", "data.public-fraction": 0.1})
@@ -210,7 +208,7 @@ def test_two_sources_are_refused():
         DataSpec(public_dataset="digits", public_fraction=0.1)
 
 
-def test_only_a_method_that_needs_it_keeps_data_from_its_clients():
+def test_public_data_is_reserved_only_for_methods_that_need_it():
     def share(method, **said):
         named = {f"data.{name.replace('_', '-')}": value for name, value in said.items()}
         return DataSpec.of(resolve({"method": method, **named}).run).public_fraction
@@ -221,7 +219,7 @@ def test_only_a_method_that_needs_it_keeps_data_from_its_clients():
     assert share("fedgems", public_dataset="mnist") == 0
 
 
-def test_whole_clients_have_no_share_to_give(tmp_path):
+def test_public_fraction_of_client_files_raises(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
-    with pytest.raises(SettingsError, match=r"one file per client, .*Set data\.public-dataset"):
+    with pytest.raises(SettingsError, match=r"data\.public-dataset"):
         load(DataSpec(dataset=name, clients=1, public_fraction=0.2))

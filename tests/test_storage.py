@@ -62,7 +62,7 @@ def trained_net():
     return model
 
 
-def test_a_model_with_counters_comes_back(store):
+def test_model_with_counters_round_trips(store):
     model = trained_net()
     store.save(1, model.state_dict(), {"version": 1})
     tensors, _ = store.load(1)
@@ -79,7 +79,7 @@ DTYPES += [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 1)])
-def test_every_dtype_comes_back(store, dtype, shape):
+def test_every_dtype_round_trips(store, dtype, shape):
     generator = torch.Generator().manual_seed(1)
     high = 2 if dtype == torch.bool else 256
     # Random bits: NaN with payloads, infinities and subnormal numbers among them.
@@ -101,7 +101,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_comes_back(store, layout):
+def test_any_memory_layout_round_trips(store, layout):
     tensor = LAYOUTS[layout](torch.randn(2, 4, 6, 8))
     store.save(1, {"t": tensor}, {})
     (loaded,) = store.load(1)[0].values()
@@ -136,7 +136,7 @@ def tied_module():
 
 
 @pytest.mark.parametrize("make", [tied, overlapping, halves, viewed, tied_module])
-def test_tensors_of_one_storage_come_back(store, make):
+def test_tensors_sharing_storage_round_trip(store, make):
     tensors = make()
     store.save(1, tensors, {})
     loaded, _ = store.load(1)
@@ -154,7 +154,7 @@ names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_siz
 
 @settings(max_examples=60, derandomize=True)
 @given(facts, st.dictionaries(names, st.integers(0, 3), max_size=4))
-def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
+def test_metadata_and_names_round_trip(tmp_path_factory, kept, sizes):
     path = tmp_path_factory.getbasetemp() / "facts" / "state.safetensors"
     tensors = {name: torch.full((size,), float(size)) for name, size in sizes.items()}
     save(path, tensors, kept)
@@ -167,7 +167,7 @@ def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
     assert all(identical(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_a_state_that_is_saved_again_is_replaced(store):
+def test_saving_again_replaces_the_state(store):
     for number in range(4):
         store.save(1, {f"t{number}": torch.tensor(number)}, {"version": number})
         tensors, facts = store.load(1)
@@ -178,7 +178,7 @@ def test_a_state_that_is_saved_again_is_replaced(store):
 
 @settings(max_examples=100, derandomize=True)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8))
-def test_the_last_three_rounds_are_kept_and_none_of_a_forgotten_future(rounds):
+def test_last_three_rounds_are_kept_and_later_rounds_deleted(rounds):
     with tempfile.TemporaryDirectory() as root:
         store = ClientStore(Path(root), "run-1", "client-0")
         expected: list[int] = []
@@ -189,13 +189,13 @@ def test_the_last_three_rounds_are_kept_and_none_of_a_forgotten_future(rounds):
             assert store.load(number)[0]["w"] == version == store.metadata(number)["version"]
 
 
-def test_a_name_that_no_state_has(store):
+def test_unknown_name_is_not_found(store):
     store.save(1, *OLD)
     (store.folder / "round-x.safetensors").touch()
     assert store.rounds() == [1]
 
 
-def test_what_was_loaded_outlives_the_next_save(store):
+def test_loaded_tensors_survive_the_next_save(store):
     """The file is mapped into memory, and a new state must not change an old tensor."""
     store.save(1, *OLD)
     old, _ = store.load(1)
@@ -205,14 +205,14 @@ def test_what_was_loaded_outlives_the_next_save(store):
     assert torch.equal(store.load(1)[0]["w"], NEW[0]["w"])
 
 
-def test_clients_and_runs_do_not_share(tmp_path):
+def test_states_of_clients_and_runs_are_separate(tmp_path):
     stores = [ClientStore(tmp_path, run, client) for run in ("a", "b") for client in ("c", "d")]
     for number, one in enumerate(stores):
         one.save(1, {}, {"version": number})
     assert [one.metadata(1) for one in stores] == [{"version": n} for n in range(4)]
 
 
-def test_nothing_saved(store):
+def test_load_without_saved_state(store):
     assert store.rounds() == []
     for read in (store.metadata, lambda round: store.load(round)):
         with pytest.raises(StateError, match="cannot read"):
@@ -226,7 +226,7 @@ BAD = ["", ".", "..", "../x", "a/b", "/etc/passwd", ".ssh", "a\\..\\b", "x" * 10
 
 
 @pytest.mark.parametrize("name", BAD, ids=repr)
-def test_a_name_that_leads_elsewhere(tmp_path, name):
+def test_name_that_leaves_the_directory_raises(tmp_path, name):
     for run, client in ((name, "client-0"), ("run-1", name)):
         with pytest.raises(StateError) as caught:
             ClientStore(tmp_path, run, client)
@@ -237,7 +237,7 @@ def test_a_name_that_leads_elsewhere(tmp_path, name):
 
 @settings(max_examples=200, derandomize=True)
 @given(st.text("ab./\\~\0\n-", max_size=6), st.text("ab./\\~\0\n-", max_size=6))
-def test_a_state_lies_below_its_root(run, client):
+def test_states_are_stored_below_the_root(run, client):
     root = Path("/state")
     try:
         path = ClientStore(root, run, client).path(1)
@@ -260,7 +260,7 @@ def fault(path, read=lambda path: load(path)):
     return message
 
 
-def test_a_file_cut_at_every_position(store):
+def test_truncated_file_raises(store):
     store.save(1, trained_net().state_dict(), {"version": 3, "method": "felo"})
     whole = store.path(1).read_bytes()
     for end in itertools.chain(range(0, len(whole) - 1, 7), [len(whole) - 1]):
@@ -269,7 +269,7 @@ def test_a_file_cut_at_every_position(store):
         fault(store.path(1), load_metadata)
 
 
-def test_a_file_too_long(store):
+def test_file_with_extra_bytes_raises(store):
     store.save(1, *OLD)
     store.path(1).write_bytes(store.path(1).read_bytes() + b"\0")
     fault(store.path(1))
@@ -277,7 +277,7 @@ def test_a_file_too_long(store):
 
 @settings(max_examples=300, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
-def test_bytes_flipped_in_the_header(tmp_path_factory, flips):
+def test_flipped_header_bytes_raise(tmp_path_factory, flips):
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
     save(path, OLD[0], OLD[1])
     data = bytearray(path.read_bytes())
@@ -306,7 +306,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("case", GARBAGE)
-def test_garbage(tmp_path, case):
+def test_garbage_file_raises(tmp_path, case):
     path = tmp_path / "state.safetensors"
     path.write_bytes(GARBAGE[case])
     fault(path)
@@ -328,14 +328,14 @@ METADATA = {
 
 
 @pytest.mark.parametrize("case", METADATA)
-def test_a_foreign_safetensors_file(tmp_path, case):
+def test_foreign_safetensors_file_raises(tmp_path, case):
     path = tmp_path / "state.safetensors"
     save_file({"w": torch.ones(2)}, path, metadata=METADATA[case])
     fault(path)
     fault(path, load_metadata)
 
 
-def test_a_folder_in_the_place_of_a_state(tmp_path):
+def test_directory_in_place_of_a_state_raises(tmp_path):
     path = tmp_path / "state.safetensors"
     path.mkdir()
     fault(path)
@@ -343,7 +343,7 @@ def test_a_folder_in_the_place_of_a_state(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_a_file_in_the_place_of_a_folder(tmp_path):
+def test_file_in_place_of_a_directory_raises(tmp_path):
     (tmp_path / "run-1").write_text("mine")
     one = ClientStore(tmp_path, "run-1", "client-0")
     assert "cannot write" in fault(one.path(1), lambda _: one.save(1, {}, {}))
@@ -375,7 +375,7 @@ CRASHES = {
 
 @pytest.mark.parametrize("case", CRASHES)
 @pytest.mark.parametrize("first", [True, False], ids=["first save", "a later save"])
-def test_a_failed_write_leaves_what_was_there(store, monkeypatch, case, first):
+def test_failed_write_keeps_the_previous_state(store, monkeypatch, case, first):
     if not first:
         store.save(1, *OLD)
         before = store.path(1).read_bytes()
@@ -395,7 +395,7 @@ def test_a_failed_write_leaves_what_was_there(store, monkeypatch, case, first):
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, SystemExit])
-def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
+def test_interrupted_write_keeps_the_previous_state(store, monkeypatch, raised):
     def interrupted(tensors, path, metadata):
         Path(path).write_bytes(b"half")
         raise raised
@@ -409,7 +409,7 @@ def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
     assert store.load(1)[1] == OLD[1]
 
 
-def test_a_write_that_the_system_cuts_off(tmp_path):
+def test_write_cut_off_by_the_system_keeps_the_previous_state(tmp_path):
     """A real failure of write(2) in the middle of a file, in a separate process."""
     script = """
 import resource, sys, torch
@@ -435,7 +435,7 @@ assert facts == {"version": 1} and tensors["w"].sum() == 100
     assert files(tmp_path) == [STATE]
 
 
-def test_a_file_that_may_not_be_replaced(store):
+def test_read_only_directory_raises(store):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     store.save(1, *OLD)
@@ -448,7 +448,7 @@ def test_a_file_that_may_not_be_replaced(store):
         folder.chmod(0o700)
 
 
-def test_replacing_puts_a_finished_file_in_place(tmp_path):
+def test_replace_moves_only_finished_files(tmp_path):
     path = tmp_path / "deep" / "er" / "summary.json"
     with Folder(path.parent).replacing(path.name) as temporary:
         temporary.write_text("{}")
@@ -505,13 +505,13 @@ def after_kills(tmp_path_factory):
     return folder, done
 
 
-def test_a_killed_writer_leaves_a_whole_state(after_kills):
+def test_killed_writer_leaves_a_complete_state(after_kills):
     _, done = after_kills
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 60
 
 
-def test_what_writers_killed_long_ago_left_is_cleared_by_the_next_save(after_kills):
+def test_save_deletes_leftovers_of_killed_writers(after_kills):
     """Each file may be as large as a model, so a client that restarts often would fill its disk."""
     folder, _ = after_kills
     for path in folder.rglob("*"):
