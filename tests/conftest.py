@@ -1,10 +1,13 @@
-"""Parallel test runs: one worker per file, and one process-starting test at a time."""
+"""Parallel test runs in memory: one worker per file, and one process-starting test at a time."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,8 +21,29 @@ from fedhet.cli import main
 from fedhet.engines import connection
 from fedhet.learning import training
 
+MEMORY = Path("/dev/shm")
+MIN_FREE = 4 * 2**30
+"""Free bytes in memory that a test run needs: the files of all tests together have 2 GB."""
+
+
+def use_memory() -> None:
+    """Let this process and its children write temporary files to memory, if it has enough space.
+
+    Runs sync many small files, for which tests would otherwise wait most of the time. Processes
+    for parallel tests inherit the choice.
+    """
+    if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
+        return
+    if shutil.disk_usage(MEMORY).free >= MIN_FREE:
+        os.environ["TMPDIR"] = str(MEMORY)
+        tempfile.tempdir = None
+
+
+use_memory()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests
+
+FAILED = pytest.StashKey[bool]()
 
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
@@ -76,6 +100,20 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     refuse_skip(report)
     return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.config.stash[FAILED] = bool(session.testsfailed)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Delete the files of a test run without failures from memory."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or config.option.basetemp or config.stash.get(FAILED, True):
+        return
+    directory = config._tmp_path_factory.getbasetemp()
+    if directory.is_relative_to(MEMORY):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -67,7 +67,7 @@ def test_a_name_has_a_rank_and_a_scale():
 
 @pytest.mark.parametrize("name", ["lora0", "lora", "lora8-scale0", "loraX", "lora1000"])
 def test_a_wrong_rank_is_no_encoder_that_is_trained_whole(name):
-    with pytest.raises(ModelError, match="expected a name such as encoder-1-lora8:NAME"):
+    with pytest.raises(ModelError, match="encoder-1-lora8:NAME"):
         models.check_name(f"encoder-1-{name}:bert")
 
 
@@ -230,15 +230,13 @@ def test_a_digest_names_the_base_model(tmp_path, monkeypatch):
 
 def test_what_cannot_be_adapted_is_refused(home, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(ModelError, match=r"expected images \[C, H, W\], got shape"):
+    with pytest.raises(ModelError, match=r"images \[C, H, W\]"):
         models.build("encoder-1-lora2:vit", TEXT[1:], 3, seed=0)
-    with pytest.raises(ModelError, match="expected 1 channels, got 3"):
+    with pytest.raises(ModelError, match=r"1 channels.*3"):
         models.build("encoder-1-lora2:vit", (3, 8, 8), 3, seed=0)
-    with pytest.raises(
-        ModelError, match="expected texts of up to 16 tokens with ids below 64, got up to 40"
-    ):
+    with pytest.raises(ModelError, match=r"16 tokens.*64.*40"):
         models.build("encoder-1-lora2:bert", (0, 40, 64), 3, seed=0)
-    with pytest.raises(DataError, match="directory not found"):
+    with pytest.raises(DataError):
         models.check_name("encoder-1-lora2:other")
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -246,19 +244,19 @@ def test_what_cannot_be_adapted_is_refused(home, tmp_path, monkeypatch):
         **size, intermediate_size=8, image_size=8, patch_size=4
     )
     transformers.SiglipVisionModel(pooled).save_pretrained(tmp_path / "siglip")
-    with pytest.raises(ModelError, match=r"no effect on layer '.*', a PyTorch MultiheadAttention"):
+    with pytest.raises(ModelError, match="MultiheadAttention"):
         models.build("encoder-1-lora2:siglip", (3, 8, 8), 3, seed=0)
     mixing = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 64}
     transformers.FNetModel(transformers.FNetConfig(**mixing)).save_pretrained(tmp_path / "fnet")
-    with pytest.raises(ModelError, match=r"expected a linear layer named .*q_lin"):
+    with pytest.raises(ModelError, match="q_lin"):
         models.build("encoder-1-lora2:fnet", TEXT, 3, seed=0)
     config = json.loads((home / "bert" / "config.json").read_text())
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"model.safetensors not found"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         models.check_name("encoder-1-lora2:empty")
     torch.save({}, tmp_path / "empty" / "pytorch_model.bin")  # a pickle is never read
-    with pytest.raises(ModelError, match=r"model.safetensors not found"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         models.check_name("encoder-1-lora2:empty")
 
 
@@ -271,7 +269,7 @@ def test_weights_that_a_file_lacks_are_never_random(tmp_path, monkeypatch):
     weights = load_file(path)
     del weights["encoder.layer.1.output.dense.weight"]
     save_file(weights, path, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights not found in .*output\.dense\.weight"):
+    with pytest.raises(ModelError, match=r"output\.dense\.weight"):
         built(2)(samples())
 
 
@@ -309,7 +307,7 @@ def test_a_skeleton_takes_nothing_of_the_allowed_memory():
         with torch.device("meta"):
             torch.empty(10**6)
         torch.zeros(10**6, device="meta")
-        with pytest.raises(ModelError, match="more than 1,000 bytes"):
+        with pytest.raises(ModelError, match="1,000"):
             torch.empty(10**6)
 
 

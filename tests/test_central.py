@@ -139,7 +139,7 @@ def test_public_data_is_there_where_it_is_needed_and_nobodys(tmp_path):
     twice = {"central.trains-on": "clients+public", "data.public-dataset": "digits"}
     config = federation(**twice)
     node = read_node({"partition-id": 0, "num-partitions": 3}, config.run, str(tmp_path))
-    with pytest.raises(DataError, match=r"public data must not .* samples of client-0"):
+    with pytest.raises(DataError, match="client-0"):
         config.method.client(config, node)
 
 
@@ -226,7 +226,7 @@ def test_the_model_is_the_first_clients_or_the_one_named(tmp_path):
     )
     assert server.strategy.model.feature_dim == 64
     assert len(server.strategy.model.extractor) == 7
-    with pytest.raises(SettingsError, match=r"'central\.model' = 'mlpp'.*did you mean"):
+    with pytest.raises(SettingsError, match=r"'central\.model' = 'mlpp'"):
         federation(**{"central.model": "mlpp"})
 
 

@@ -185,18 +185,18 @@ def test_a_damaged_file_is_named(text, fault, folder):
 
 def test_a_file_of_another_table_and_a_stored_outcome_are_refused(folder):
     write(folder, "tiny", table="felo-3")
-    with pytest.raises(StateError, match=r"felo-2-tiny\.json: expected the name felo-3-tiny"):
+    with pytest.raises(StateError, match=r"felo-2-tiny\.json.*felo-3-tiny"):
         call("claims", "--out", folder)
     found = comparison("holds", claims_of("felo-2")[0])
     write(folder, "tiny", comparisons=[{**found, "outcome": "holds"}])
-    with pytest.raises(StateError, match=r"comparisons\.0\.outcome: Extra inputs"):
+    with pytest.raises(StateError, match=r"comparisons\.0\.outcome"):
         call("claims", "--out", folder)
 
 
 def test_a_folder_without_tables_and_json_of_a_table_are_refused(tmp_path):
-    with pytest.raises(StateError, match="no finished table found"):
+    with pytest.raises(StateError):
         call("claims", "--out", tmp_path)
-    with pytest.raises(SettingsError, match="'--json': supported only for `fedhet table claims`"):
+    with pytest.raises(SettingsError, match="'--json'"):
         call("felo-2", "--json")
 
 
@@ -350,7 +350,7 @@ def test_a_finished_table_is_shown_in_full(folder):
 def test_what_is_shown_without_a_directory_comes_with_fedhet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "every 10 rounds" in call("felo-4", "--show").output
-    with pytest.raises(StateError, match="no finished table found"):
+    with pytest.raises(StateError):
         call("felo-4", "--show", "--out", tmp_path)
     with pytest.raises(SettingsError, match="'--show'"):
         call("field", "--show")

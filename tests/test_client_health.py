@@ -104,7 +104,7 @@ def test_if_all_rest_all_are_asked():
 
 def test_if_all_are_set_aside_the_run_ends():
     found, _ = standing()
-    with pytest.raises(FedhetError, match=r"no client is left .* in round 4: .* all 3 clients"):
+    with pytest.raises(FedhetError, match=r"round 4.*3 clients"):
         play(found, dict.fromkeys(NAMES, "refused"))
 
 

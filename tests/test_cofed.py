@@ -200,9 +200,7 @@ def test_given_weights_decide_the_vote(tmp_path):
 )  # fmt: skip
 def test_a_credibility_that_cannot_be_is_refused(text):
     given = parse_pairs([f"cofed.credibility={text}"])
-    with pytest.raises(
-        SettingsError, match="expected one of equal, samples or mapping from names to"
-    ):
+    with pytest.raises(SettingsError, match=r"equal.*samples"):
         resolve({"method": "cofed", **given})
 
 
@@ -214,13 +212,13 @@ def test_weights_by_name_are_a_map(tmp_path):
     (tmp_path / "mine.toml").write_text(config.to_toml())
     assert resolve(read_toml(tmp_path / "mine.toml")) == config
     assert hash(resolve(from_flower(to_flower(config.flat())))) == hash(config)
-    with pytest.raises(SettingsError, match="duplicate name 'client-0'"):
+    with pytest.raises(SettingsError, match="client-0"):
         parse_pairs(["cofed.credibility=client-0=1,client-0=2"])
 
 
 def test_a_weight_of_an_unknown_client_is_refused(tmp_path):
     config = cofed(**{"cofed.credibility": {"client-1": 2, "clint-3": 5}})
-    with pytest.raises(SettingsError, match="unknown client 'clint-3' \\(did you mean 'client-3'"):
+    with pytest.raises(SettingsError, match=r"clint-3.*client-3"):
         Server(config, tmp_path / "run")
 
 
@@ -324,7 +322,7 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
     wanted = {"predictions": np.array([3], dtype), "space": np.array([3], np.uint8)}
     method.spec.replies.check("client-0", wanted, {}, sizes)
     other = {**wanted, "predictions": np.array([3], "uint16" if dtype == "uint8" else "uint8")}
-    with pytest.raises(KnowledgeError, match=f"expected dtype {dtype}"):
+    with pytest.raises(KnowledgeError, match=f"dtype {dtype}"):
         method.spec.replies.check("client-0", other, {}, sizes)
 
 

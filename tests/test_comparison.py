@@ -136,9 +136,7 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     found = compare(runs)
     assert found.headline == ("common", "headline")
     assert [group.resolved(found.headline)[1] for group in found.groups] == ["private", "server"]
-    with pytest.raises(
-        SettingsError, match=r"kind: must be one of .*private.*server.* got 'sever'"
-    ):
+    with pytest.raises(SettingsError, match=r"^kind: .*private.*server.*sever"):
         compare(runs, kind="sever")
 
 
@@ -168,7 +166,7 @@ def test_runs_without_a_finite_score_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", [0, -1, 101, math.nan])
 def test_a_target_out_of_range_is_refused(tmp_path: Path, target: float) -> None:
-    with pytest.raises(SettingsError, match="target: must be"):
+    with pytest.raises(SettingsError, match=r"^target: "):
         compare([make(tmp_path / "run")], target=target)
 
 
@@ -256,9 +254,7 @@ def test_a_methods_own_figures_are_compared(tmp_path: Path) -> None:
     assert curve["mean"] == pytest.approx(np.mean(drawn, axis=0))
     assert curve["std"] == pytest.approx(np.std(drawn, axis=0, ddof=1))
     assert groups["local"]["figures"][names[0]]["rounds"] == []
-    with pytest.raises(
-        SettingsError, match=rf"--figures: unknown metric '{names[0]}x'.*{names[0]}"
-    ):
+    with pytest.raises(SettingsError, match=rf"^--figures: .*{names[0]}x"):
         compare(runs, figures=names[0] + "x")
 
 
@@ -278,11 +274,11 @@ def test_many_groups_are_drawn(tmp_path: Path) -> None:
 
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StateError, match=r"no run found in .*empty"):
+    with pytest.raises(StateError, match="empty"):
         compare([tmp_path / "empty"])
     bare = make(tmp_path / "bare", protocols=(), finished=False)
-    with pytest.raises(StateError, match="none of the runs was evaluated"):
+    with pytest.raises(StateError, match="evaluated"):
         compare([bare])
     (bare / "metrics.jsonl").unlink()
-    with pytest.raises(StateError, match=r"metrics\.jsonl not found"):
+    with pytest.raises(StateError, match=r"metrics\.jsonl"):
         compare([bare])

@@ -57,11 +57,11 @@ def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(tmp_path, change)
     config = small("local", rounds=2, clients=2)
     run(config, tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    with pytest.raises(StateError, match=r"contains a run with|must be at least"):
+    with pytest.raises(StateError, match=r"rounds|contains a run"):
         run(longer(config, tmp_path / "run", **change), tmp_path / "run")
     with pytest.raises(
         StateError,
-        match=r"already complete\. To continue it, increase --rounds",
+        match="--rounds",
     ):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
@@ -128,9 +128,7 @@ def test_an_interrupted_run_ends_early_all_the_same(tmp_path, round, moment):
 def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
     config = stubborn(early_stopping=1)
     assert run(config, tmp_path / "run")["rounds"] == 3
-    with pytest.raises(
-        StateError, match="stopped early; to continue it, add --set early-stopping=0"
-    ):
+    with pytest.raises(StateError, match="early-stopping=0"):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     summary = run(longer(config, tmp_path / "run", early_stopping=0), tmp_path / "run")
     assert summary["rounds"] == 8
@@ -186,11 +184,9 @@ def test_the_models_of_the_best_round_can_be_used(tmp_path):
 def test_models_that_were_not_kept_are_named(tmp_path):
     config = small("local", rounds=5, clients=2, optimizer="sgd", lr=3.0, models="mlp", seed=1)
     run(config, tmp_path / "run")
-    with pytest.raises(
-        StateError, match=r"the models of round \d, the best round, were not kept.*keep-best=true"
-    ):
+    with pytest.raises(StateError, match="keep-best=true"):
         open_client(tmp_path / "run", "client-0", best=True)
     state = next((tmp_path / "run" / "state").iterdir())
-    with pytest.raises(StateError, match="expected a run directory"):
+    with pytest.raises(StateError):
         open_client(state, "client-0", best=True)
     assert os.listdir(tmp_path / "run" / "state")

@@ -418,7 +418,7 @@ def test_a_method_says_which_averages_suit_it(method):
         if average in spec.defenses:
             assert small(method, **{"defense.average": average}).run.defense.average == average
         else:
-            with pytest.raises(SettingsError, match=f"unsupported by {method}") as error:
+            with pytest.raises(SettingsError, match=method) as error:
                 small(method, **{"defense.average": average})
             assert "\n" not in str(error.value)
     averages_nothing = spec.simulation_only or not spec.replies.fields
@@ -658,7 +658,7 @@ def test_malicious_clients_must_not_be_the_majority_by_being_fast(changes, least
 def test_a_run_that_starts_with_few_clients_needs_a_majority_too():
     base = {"method": "fedavg", "clients": 10, "defense.average": "filter"}
     for start in (1, 4):
-        with pytest.raises(SettingsError, match=r"'engine.min-clients': .*0 or at least 5"):
+        with pytest.raises(SettingsError, match=r"'engine\.min-clients'.*5"):
             resolve({**base, "engine.min-clients": start})
     for start in (0, 5, 10):
         resolve({**base, "engine.min-clients": start})

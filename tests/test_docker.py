@@ -93,11 +93,6 @@ def test_sites_run_only_apps_of_the_publisher_whose_key_no_other_container_has()
     assert "fedhet certs /secrets --publisher run" in SERVICES["keys"]["command"][-1]
 
 
-def test_what_serves_others_has_a_health_check():
-    checked = {name for name, service in SERVICES.items() if "healthcheck" in service}
-    assert checked == {"server", "site-0", "site-1", "site-2"}
-
-
 def test_a_private_key_is_its_owners_alone():
     holders = {}
     for name, service in SERVICES.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -77,12 +76,6 @@ def test_a_page_has_no_gaps_and_no_dead_links(page):
         if DOCS in page.parents:  # what the site can show: a page, or a file to load
             assert found.is_file(), target
             assert DOCS in found.resolve().parents or found.suffix != ".md", target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_headings_descend_one_level_at_a_time(page):
-    levels = [0, *(len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.MULTILINE))]
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_every_command_is_explained():

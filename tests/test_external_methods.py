@@ -390,7 +390,7 @@ def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "training.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SettingsError, match="settings table 'training'"):
+    with pytest.raises(SettingsError, match="'training'"):
         find_method("taken.training")
 
 

@@ -68,7 +68,7 @@ def test_a_straggler_takes_that_many_times_as_long(share, expected):
 
 @pytest.mark.parametrize("setting", ["drop_outs", "stragglers"])
 def test_in_a_deployment_sites_fail_by_themselves(setting):
-    with pytest.raises(SettingsError, match=r"expected .* in a deployment"):
+    with pytest.raises(SettingsError, match="deployment"):
         check_deployable(small(**{setting: 0.5}))
 
 

@@ -339,7 +339,7 @@ def test_each_evaluation_judges_the_current_average_at_every_client(tmp_path):
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "lg-fedavg"])
 def test_all_clients_must_have_one_model(tmp_path, method):
-    with pytest.raises(FedhetError, match=f"{method} exchanges the weights, expected one model"):
+    with pytest.raises(FedhetError, match=method):
         Server(federation(method, models=["mlp", "cnn2"]), tmp_path)
 
 

@@ -399,5 +399,5 @@ def test_a_head_that_is_not_linear_is_refused(tmp_path, monkeypatch):
     client = opened(fedgen(), tmp_path)
     deep = HetModel(nn.Flatten(), nn.Sequential(nn.Linear(64, 10)), 64)
     monkeypatch.setattr(client, "build_model", lambda width: deep)
-    with pytest.raises(ModelError, match=r"nn.Linear, got Sequential"):
+    with pytest.raises(ModelError, match=r"nn\.Linear.*Sequential"):
         client.setup()

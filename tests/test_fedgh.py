@@ -128,7 +128,7 @@ def test_a_training_that_diverges_leaves_the_head(tmp_path):
     server = Server(fedgh(), tmp_path)
     server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
     before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
-    with pytest.raises(Exception, match="training of the head diverged"):
+    with pytest.raises(Exception, match="diverged"):
         server.strategy.aggregate(2, [features_from(server, "client-1", [1, 2], 1e38)])
     assert same(server.strategy.state_dict(), before)
 

@@ -274,7 +274,7 @@ def test_a_reply_of_too_few_or_too_many_rows_is_refused(tmp_path, rows, fault):
     strategy = Server(gkt(), tmp_path).strategy
     info = SimpleNamespace(name="client-1", samples=1)  # as after a robust aggregation rule
     strategy.members = {"client-1": SimpleNamespace(info=SimpleNamespace(samples=30))}
-    with pytest.raises(KnowledgeError, match=f"client-1.*labels.*{fault}"):
+    with pytest.raises(KnowledgeError, match=rf"client-1.*labels.*{fault}"):
         strategy.accept(1, reply_of(info, rows))
     for kept in (2, 30):
         reply = reply_of(info, kept)

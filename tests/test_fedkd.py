@@ -336,5 +336,5 @@ def test_a_variance_never_falls_below_zero():
 
 
 def test_a_mentee_that_does_not_exist_is_named():
-    with pytest.raises(SettingsError, match=r"'fedkd\.mentee'.*did you mean 'cnn2'"):
+    with pytest.raises(SettingsError, match=r"'fedkd\.mentee'"):
         fedkd(**{"fedkd.mentee": "cnn22"})

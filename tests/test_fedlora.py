@@ -467,7 +467,7 @@ def test_an_export_has_equal_outputs_in_the_libraries(finished, home, tmp_path, 
 def test_only_a_model_with_adapters_has_adapters_to_export(tmp_path):
     run(small("local", clients=2, rounds=1, models="mlp"), tmp_path / "run")
     client = open_client(tmp_path / "run", "client-0")
-    with pytest.raises(ModelError, match="requires a model with adapters, such as"):
+    with pytest.raises(ModelError, match="adapters"):
         export(client, "peft", tmp_path / "out")
 
 

@@ -368,5 +368,5 @@ def test_the_consensus_forgets_a_client(tmp_path, method):
 
 
 def test_a_single_public_sample_cannot_be_trained_on():
-    with pytest.raises(SettingsError, match=r"'fedmd\.sample': expected 0 or at least 2, got 1"):
+    with pytest.raises(SettingsError, match=r"'fedmd\.sample'.*1"):
         md("fedmd", own_sample=1)

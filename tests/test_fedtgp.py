@@ -278,7 +278,7 @@ def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
     server = Server(fedtgp(), tmp_path)
     server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
     before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
-    with pytest.raises(Exception, match="training of the prototypes diverged"):
+    with pytest.raises(Exception, match="diverged"):
         server.strategy.aggregate(2, [features_from(server, "client-1", [1, 2], 1e38)])
     assert same(server.strategy.state_dict(), before)
 
@@ -404,7 +404,7 @@ def test_a_clients_round_is_the_local_update(tmp_path, pull):
 def test_a_class_mean_is_not_private():
     """A sample's gradient would depend on its batch, which DP-SGD cannot bound."""
     private = {"privacy.epsilon": 8.0, "models": "mlp"}
-    with pytest.raises(SettingsError, match=r"'fedtgp\.distance': expected mse"):
+    with pytest.raises(SettingsError, match=r"'fedtgp\.distance'.*mse"):
         fedtgp(**private)
     assert fedtgp(**private, **{"fedtgp.distance": "mse"}).method_settings.pull == (10.0, "mse")
 

@@ -117,7 +117,7 @@ def test_a_method_of_fixed_rounds_has_as_many_epochs_as_the_others(tmp_path):
 def test_a_setting_that_no_method_takes_is_an_error_and_not_an_empty_table(tmp_path):
     with pytest.raises(SettingsError, match=r"training\.lr"):
         plan_field(read_field(), "tiny", METHODS, [0], tmp_path, {"training.lr": -1})
-    with pytest.raises(SettingsError, match="did you mean 'felo'"):
+    with pytest.raises(SettingsError, match="felo"):
         plan_field(read_field(), "tiny", ["fello"], [0], tmp_path)
 
 
@@ -337,7 +337,7 @@ def test_what_is_to_do_is_shown_without_training(tmp_path):
 def test_methods_are_chosen_for_this_table_alone(tmp_path):
     with pytest.raises(SettingsError, match="--methods"):
         CliRunner().invoke(app, ["table", "felo-2", "--methods", "felo"], catch_exceptions=False)
-    with pytest.raises(SettingsError, match="'--size': expected one of tiny, small, paper"):
+    with pytest.raises(SettingsError, match=r"'--size'.*paper"):
         call("--size", "huge")
 
 

@@ -80,7 +80,7 @@ def test_digits_are_not_mirrored():
     ("kind", "shape"), [("table", (5,)), ("image", (2, 8, 8)), ("signal", (8, 8))]
 )
 def test_what_is_no_image_is_refused(kind, shape):
-    with pytest.raises(DataError, match=r"images \[1 or 3, H, W\].*, got shape"):
+    with pytest.raises(DataError, match=r"\[1 or 3, H, W\]"):
         check_changeable(KINDS[kind], shape, "FixMatch supports")
 
 

@@ -273,7 +273,7 @@ def test_if_no_client_fits_alone_the_run_ends_in_one_line(tmp_path):
     config = on_gpu("local", models=["cnn2"], clients=2, batch_size=200)
     with (
         pretended(memory=300_000),
-        pytest.raises(FedhetError, match=r"client-0: does not fit in GPU memory, even"),
+        pytest.raises(FedhetError, match="client-0"),
     ):
         run(config, tmp_path / "run")
     fault = next(iter(records(tmp_path / "run")[0]["failed"].values()))
@@ -349,7 +349,7 @@ def test_why_there_is_no_gpu(monkeypatch, said):
 def test_a_pytorch_without_cuda_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(SettingsError, match="this PyTorch is built without CUDA"):
+    with pytest.raises(SettingsError, match="CUDA"):
         find_device("cuda:1")
 
 

@@ -288,11 +288,11 @@ def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
 
 
 def test_the_settings_say_what_is_allowed(tmp_path):
-    with pytest.raises(SettingsError, match=r"'heterofl\.levels': expected list of values from a"):
+    with pytest.raises(SettingsError, match=r"'heterofl\.levels'"):
         federation(**{"heterofl.levels": ["a", "f"]})
-    with pytest.raises(SettingsError, match=r"'models\.pool': .*one model .*'mlp', 'cnn2'"):
+    with pytest.raises(SettingsError, match=r"'models\.pool'.*'mlp', 'cnn2'"):
         Server(federation(models=["mlp", "cnn2"]), tmp_path / "two")
-    with pytest.raises(SettingsError, match=r"'models\.pool': .*several widths.*'cofed-24-40'"):
+    with pytest.raises(SettingsError, match=r"'models\.pool'.*'cofed-24-40'"):
         Server(federation(models="cofed-24-40", clients=2), tmp_path / "none")
     with pytest.raises(SettingsError, match=r"training\.semi"):
         federation(**{"training.semi": "fixmatch"})

@@ -156,7 +156,7 @@ def test_a_text_is_described_and_read_back():
         with pytest.raises(KnowledgeError, match="shape"):
             read_properties({**info.properties(), "shape": odd}, "node")
     for kind in ("", "film", 3):
-        with pytest.raises(KnowledgeError, match="must be one of image, table"):
+        with pytest.raises(KnowledgeError, match=r"image, table"):
             read_properties({**info.properties(), "kind": kind}, "node")
 
 
@@ -164,7 +164,7 @@ def test_a_kind_is_stated_whatever_the_shape():
     """Signals and table rows may have any shape of their rank, so the shape states no kind."""
     signal = ClientInfo("a", "signal-cnn2", 5, 2, "signal", (6, 3))
     assert read_properties(signal.properties(), "node").kind == "signal"
-    with pytest.raises(KnowledgeError, match="invalid shape 6,3 for samples of kind table"):
+    with pytest.raises(KnowledgeError, match=r"6,3 .*table"):
         read_properties({**signal.properties(), "kind": "table"}, "node")
 
 
@@ -230,5 +230,5 @@ def test_fixmatch_learns_from_texts_and_refuses_signals(tmp_path):
     server.play(1)
     server.close(1)
     assert records(tmp_path / "run")[-1]["method"]["pseudo_labels"] > 0
-    with pytest.raises(SettingsError, match=r"expected images or texts with 'training\.semi'"):
+    with pytest.raises(SettingsError, match=r"'training\.semi'"):
         resolve({**settings("signal", tmp_path), **semi})

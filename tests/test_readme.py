@@ -155,13 +155,3 @@ def test_the_table_of_extras_is_that_of_the_project():
     rows = re.findall(r"^\| (`.*?) \| ", START, re.M)
     listed = re.findall(r"`([a-z]+)`", " ".join(rows))
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
-
-
-def test_a_newcomer_finds_the_first_commands_in_two_screens():
-    first = "\n".join(README.splitlines()[:60])
-    for command in ("make demo", "make test", "docker compose up"):
-        assert command in first
-
-
-def test_readme_is_short():
-    assert len(README.split()) <= 920

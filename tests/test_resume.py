@@ -152,7 +152,7 @@ def test_checkpoints_none_of_which_is_whole_end_the_run(whole, tmp_path):
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.write_bytes(b"")
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
-    with pytest.raises(StateError, match="none of the 2 checkpoints is valid"):
+    with pytest.raises(StateError, match="2 checkpoints"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
@@ -196,7 +196,7 @@ def test_records_that_are_gone_are_named(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(StateError, match="but the last checkpoint is from round 3"):
+    with pytest.raises(StateError, match="round 3"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.unlink()
     checkpoints_of(config, tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
-    with pytest.raises(StateError, match=f"does not match the method {config.method.name}"):
+    with pytest.raises(StateError, match=config.method.name):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
@@ -244,7 +244,7 @@ def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
     assert not list(whole.rglob("*.safetensors"))
     numbers = (whole / "metrics.jsonl").read_bytes()
     longer = resumed(small("local", rounds=3, clients=2), whole)
-    with pytest.raises(StateError, match="contains 2 complete rounds, but its models"):
+    with pytest.raises(StateError, match="2 complete rounds"):
         run(longer, whole)
     assert (whole / "metrics.jsonl").read_bytes() == numbers
     assert (whole / "summary.json").is_file()
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_integers_is_one_line(tmp_path):
     last = checkpoints.newest(print, 9)
     whole = {name: np.asarray(value).astype(np.int64) for name, value in last.tensors.items()}
     checkpoints.write(last.round, whole, last.metadata)
-    with pytest.raises(StateError, match=r"not match the method fedavg: .* float32, got int64"):
+    with pytest.raises(StateError, match=r"fedavg.*float32.*int64"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_pa
     last = checkpoints.newest(print, 9)
     kept = {name: value for name, value in last.tensors.items() if name != f"cvae/{missing}"}
     checkpoints.write(last.round, kept, last.metadata)
-    with pytest.raises(StateError, match=f"does not match the method velo: .*{missing}"):
+    with pytest.raises(StateError, match=rf"velo.*{missing}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 

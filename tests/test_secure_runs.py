@@ -257,7 +257,7 @@ def test_settings_with_which_a_server_could_know_single_replies_are_rejected(set
 )
 def test_regularization_must_not_amplify_the_site_with_the_most_batches(method, settings):
     """A step that multiplies weights by less than -1 makes the longest training dominate a sum."""
-    with pytest.raises(SettingsError, match="the regularization multiplies weights by -"):
+    with pytest.raises(SettingsError, match="regularization"):
         config_of(method, **SECURE, **settings)
     assert config_of(method, **settings)
     assert config_of(method, **SECURE)
@@ -524,7 +524,7 @@ def test_a_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_p
 
 def test_a_level_with_too_few_clients_is_refused_before_the_first_round(tmp_path):
     config = config_of("heterofl", clients=5, **SECURE)
-    with pytest.raises(SettingsError, match="at least 3 clients with each model, got '2 clients"):
+    with pytest.raises(SettingsError, match=r"3 clients.*2 clients"):
         Server(config, tmp_path)
 
 

@@ -28,7 +28,6 @@ from fedhet.config.sources import (
     validate,
 )
 from fedhet.data.spec import DataSpec
-from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import PLACE, RunSettings, where_it_ran
 from fedhet.settings.schema import MethodSettings, Schema, allowed_values, build, kebab, nest
@@ -50,19 +49,13 @@ def refusal(call, *parts):
 # --- what there is --------------------------------------------------------------------------
 
 
-def test_both_first_methods_are_found():
-    assert {"felo", "local"} <= set(method_names())
-
-
-@pytest.mark.parametrize("name", all_settings())
-def test_a_setting_says_what_it_is_and_what_it_takes(name):
-    info = all_settings()[name]
-    assert info.description
-    assert info.description.isprintable()
-    assert info.default is not None
-    assert len(allowed_values(info)) > 3
-    assert name == name.lower()
-    assert "_" not in name
+def test_every_setting_has_a_description_a_default_and_a_range():
+    for name, info in all_settings().items():
+        assert info.description, name
+        assert info.description.isprintable(), name
+        assert info.default is not None, name
+        assert len(allowed_values(info)) > 3, name
+        assert re.fullmatch(r"[a-z0-9.-]+", name)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +67,6 @@ def test_velo_has_every_experiment_of_felos(name):
     own = {key.replace("felo.", "velo."): value for key, value in felo.items()}
     algorithm_2 = {"velo.interval": 1, "velo.min-separation": 0.0, "velo.memory": 2000}
     assert {**own, "method": "velo", **algorithm_2} == velo
-
-
-@pytest.mark.usefixtures("encoders")
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_resolves(name):
-    values = read_preset(name)
-    assert values
-    config = resolve(values)
-    assert {key: config.flat()[key] for key in values} == values
-    title = preset_names()[name]
-    assert title
-    assert not title.startswith("#")
 
 
 def test_the_defaults_are_allowed():
@@ -168,43 +149,16 @@ def test_a_setting_is_declared_in_one_place():
         assert (allowed_values(one), one.default) == (allowed_values(two), two.default)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "out",
-        "resume",
-        "metrics",
-        "data.data-dir",
-        "data.download",
-        "engine.backend",
-        "engine.threads",
-    ],
-)
-def test_a_place_and_a_machine_are_where_a_run_ran(name):
-    assert name in where_it_ran() >= PLACE
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["method", "rounds", "seed", "clients", "data.dataset", "models.pool", "training.lr",
-     "engine.precision", "attack.kind"],
-)  # fmt: skip
-def test_an_experiments_setting_is_not(name):
-    assert name in RunSettings.fields().keys() - where_it_ran()
+def test_paths_and_machines_are_no_part_of_the_experiment():
+    machine = {"out", "resume", "metrics", "data.data-dir", "data.download", "engine.threads"}
+    assert where_it_ran() >= {*PLACE, *machine, "engine.backend"}
+    experiment = {"method", "rounds", "seed", "clients", "data.dataset", "models.pool"}
+    assert not where_it_ran() & {*experiment, "training.lr", "engine.precision", "attack.kind"}
 
 
 # --- what follows from the method -----------------------------------------------------------
 
 USUAL = ("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10")
-
-
-@pytest.mark.parametrize("method", method_names())
-def test_what_follows_from_the_method_is_filled_in(method):
-    run, spec = resolve({"method": method}).run, find_method(method).spec
-    assert run.data.public_fraction == (0.2 if spec.needs_public else 0.0)
-    assert run.data.labeled_alpha == (0.5 if spec.needs_unlabeled else 0.0)
-    assert run.models.pool == spec.pool(IMAGE)
-    assert run.rounds == (spec.settings().fixed_rounds() or 10)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +189,7 @@ def test_what_the_user_says_is_not_overruled(method):
     }
     for name, is_needed in needs.items():
         if is_needed:
-            with pytest.raises(SettingsError, match=rf"'{name}'.*above 0.*got 0"):
+            with pytest.raises(SettingsError, match=rf"'{name}'.*0"):
                 resolve({"method": method, name: 0})
         else:
             assert resolve({"method": method, name: 0}).flat()[name] == 0
@@ -251,8 +205,12 @@ def test_a_resolved_config_says_what_was_filled_in_and_resolves_to_itself(tmp_pa
 
 @pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", preset_names())
-def test_a_resolved_preset_resolves_to_itself(tmp_path, name):
-    _comes_back(resolve(read_preset(name)), tmp_path / "mine.toml")
+def test_a_preset_resolves_to_its_values_and_to_itself(tmp_path, name):
+    values = read_preset(name)
+    assert values
+    config = resolve(values)
+    assert {key: config.flat()[key] for key in values} == values
+    _comes_back(config, tmp_path / "mine.toml")
 
 
 def _comes_back(config, path):
@@ -266,7 +224,7 @@ def _comes_back(config, path):
 def test_a_mistyped_table_in_a_file_is_said_and_another_methods_is_left_out(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[trainnig]\nlr = 0.5\n")
-    with pytest.raises(SettingsError, match=r"unknown setting 'trainnig.lr'; did you"):
+    with pytest.raises(SettingsError, match=r"'trainnig\.lr'"):
         settings_for_method(read_layers(config=path), "felo")
     path.write_text("clients = 3\n[fedprox]\nmu = 3.0\n")
     assert settings_for_method(read_layers(config=path), "felo") == {"clients": 3, "method": "felo"}
@@ -298,40 +256,32 @@ def numbers():
     return [name for name, info in all_settings().items() if info.annotation in (int, float)]
 
 
-@pytest.mark.parametrize("name", numbers())
-def test_a_number_has_two_ends(name):
-    rule = allowed_values(all_settings()[name])
-    assert ">" in rule
-    assert "<" in rule
+def exceeds_range(name, value):
+    """Return whether a value is rejected because of the range of this setting."""
     method = "felo" if name in RunSettings.fields() else name.partition(".")[0]
-    for value in (-(10**19), 10**19):
-        refusal(lambda value=value: resolve({"method": method, name: value}), f"'{name}'", rule)
+    try:
+        validate({"method": method, name: value})
+    except SettingsError as error:
+        return f"expected {allowed_values(all_settings()[name])}" in str(error)
+    return False
 
 
-@pytest.mark.parametrize("name", numbers())
-def test_the_ends_that_are_said_are_those_that_hold(name):
-    info = all_settings()[name]
-    method = "felo" if name in RunSettings.fields() else name.partition(".")[0]
-
-    def is_beyond(value):
-        try:
-            validate({"method": method, name: value})
-        except SettingsError as error:
-            return f"expected {allowed_values(info)}" in str(error)  # not another setting's rule
-        return False
-
-    for sign, text in re.findall(r"([<>]=?) ([^\s,]+)", allowed_values(info)):
-        end, way = info.annotation(text), 1 if sign[0] == "<" else -1
-        if info.annotation is int:
-            inside, outside = (end, end + way) if "=" in sign else (end - way, end)
-        else:
-            beyond, before = (
-                math.nextafter(end, way * math.inf),
-                math.nextafter(end, -way * math.inf),
-            )
-            inside, outside = (end, beyond) if "=" in sign else (before, end)
-        assert is_beyond(outside)
-        assert not is_beyond(inside)
+def test_every_number_is_limited_to_the_range_that_its_error_names():
+    for name in numbers():
+        info = all_settings()[name]
+        limits = re.findall(r"([<>]=?) ([^\s,]+)", allowed_values(info))
+        assert {sign[0] for sign, _ in limits} == {"<", ">"}, name
+        for sign, text in limits:
+            end, way = info.annotation(text), 1 if sign[0] == "<" else -1
+            if info.annotation is int:
+                inside, outside = (end, end + way) if "=" in sign else (end - way, end)
+            else:
+                beyond = math.nextafter(end, way * math.inf)
+                before = math.nextafter(end, -way * math.inf)
+                inside, outside = (end, beyond) if "=" in sign else (before, end)
+            assert exceeds_range(name, outside), name
+            assert exceeds_range(name, way * 10**19), name
+            assert not exceeds_range(name, inside), name
 
 
 @pytest.mark.parametrize("name", ["data.alpha", "data.test-fraction", "training.lr"])
@@ -376,8 +326,7 @@ assert LITERALS
 
 
 @pytest.mark.parametrize("name", [*LITERALS, "felo.weighting"])
-@pytest.mark.parametrize("value", ["nonsense", "", "IID", 0, True, None])
-def test_not_one_of_the_choices(name, value):
+def test_other_values_than_the_choices_raise(name):
     info = all_settings()[name]
     choices = (
         allowed_values(info)
@@ -385,7 +334,8 @@ def test_not_one_of_the_choices(name, value):
         .removeprefix("one of ")
         .split(", ")
     )
-    refusal(lambda: resolve({name: value}), f"'{name}'", repr(value), *choices)
+    for value in ("nonsense", "", "IID", 0, True, None):
+        refusal(lambda value=value: resolve({name: value}), f"'{name}'", repr(value), *choices)
     # The choices of a loss exist only for regression.
     needed = {"method": "local", "data.task": "regression"} if name == "data.loss" else {}
     for choice in choices:
@@ -577,17 +527,17 @@ def test_a_pair_is_read(pair, expected):
 
 
 def test_of_one_setting_there_is_one_pair():
-    with pytest.raises(SettingsError, match="'rounds': duplicate, got a second value"):
+    with pytest.raises(SettingsError, match=r"'rounds'"):
         parse_pairs(["rounds=1", "seed=2", "rounds=3"])
-    with pytest.raises(SettingsError, match=r"'training\.lr': duplicate, got a second value '0.2'"):
+    with pytest.raises(SettingsError, match=r"'training\.lr'.*'0\.2'"):
         parse_pairs(["training.lr=0.1", "lr=0.2"])
 
 
-@pytest.mark.parametrize("name", [n for n in RunSettings.fields() if "." in n])
-def test_the_last_part_of_a_name_is_enough_where_it_is_of_one_setting(name):
-    last, default = name.rpartition(".")[2], RunSettings.fields()[name].default
-    assert parse_pairs([f"{last}={as_text(default)}"]) == {name: default}
-    assert parse_pairs([f"{name}={as_text(default)}"], "cofed") == {name: default}
+def test_the_last_part_of_an_unambiguous_name_is_enough():
+    for name, info in RunSettings.fields().items():
+        last, default = name.rpartition(".")[2], info.default
+        assert parse_pairs([f"{last}={as_text(default)}"]) == {name: default}
+        assert parse_pairs([f"{name}={as_text(default)}"], "cofed") == {name: default}
 
 
 def test_the_last_part_may_be_of_the_methods_own():
@@ -872,17 +822,11 @@ class Mine(MethodSettings):
         return self
 
 
-def test_a_methods_own_schema():
+def test_checks_of_a_methods_schema_name_the_setting():
     assert kebab("class_") == "class"
     made = build(Mine, {"low": 2, "class": "b"}, "mine.")
     assert made.flat() == {"low": 2, "high": 5, "class": "b", "even": 2}
     refusal(lambda: build(Mine, {"class": "c"}, "mine."), "'mine.class'", "'c'", "one of a, b")
     refusal(lambda: build(Mine, {"lo": 1}, "mine."), "'mine.lo'", "'mine.low'")
-
-
-def test_a_schemas_own_check_of_one_field():
     refusal(lambda: build(Mine, {"even": 3}, "mine."), "'mine.even'", "3", "an even number")
-
-
-def test_a_schemas_own_check_across_fields():
     refusal(lambda: build(Mine, {"low": 6}, "mine."), "'mine.low' must not exceed 'mine.high'")

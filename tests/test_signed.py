@@ -127,12 +127,12 @@ def test_the_doctor_counts_the_publishers_that_a_site_trusts(tmp_path, publisher
 def test_a_key_of_another_kind_or_that_others_can_read_signs_nothing(tmp_path):
     private, _ = certs.make_publisher_key(tmp_path, "lab")
     private.chmod(0o644)
-    with pytest.raises(SettingsError, match=r"lab\.publisher\.key: .* got mode 644"):
+    with pytest.raises(SettingsError, match=r"lab\.publisher\.key.*644"):
         certs.read_publisher_key(private)
     node, _ = certs.make_node_key(tmp_path / "node")
-    with pytest.raises(SettingsError, match="expected an Ed25519 key"):
+    with pytest.raises(SettingsError, match="Ed25519"):
         certs.read_publisher_key(node)
-    with pytest.raises(SettingsError, match="absent: cannot read the publisher's key"):
+    with pytest.raises(SettingsError, match="absent"):
         certs.read_publisher_key(tmp_path / "absent")
 
 
@@ -202,7 +202,7 @@ def test_flowers_own_server_drops_signatures_so_the_run_is_stopped(
     place = control.Connection(tmp_path, "localhost:8000", tmp_path / "ca.crt")
     assert control._start_run(place, APP, None) == "7"
     assert stopped == []
-    with pytest.raises(FedhetError, match=r"stopped. Start the server with `fedhet superlink`"):
+    with pytest.raises(FedhetError, match="fedhet superlink"):
         control._start_run(place, APP, certs.read_publisher_key(publisher[0]))
     assert stopped == [7]
 

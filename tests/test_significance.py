@@ -210,5 +210,5 @@ def test_a_corrected_p_is_below_a_level_if_holm_rejects_at_it(values, level, unk
 
 
 def test_an_unknown_test_is_refused():
-    with pytest.raises(SettingsError, match="--test: must be one of none, t, wilcoxon, got 'z'"):
+    with pytest.raises(SettingsError, match=r"^--test: .*'z'"):
         compare([], test="z")

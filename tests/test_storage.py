@@ -215,7 +215,7 @@ def test_states_of_clients_and_runs_are_separate(tmp_path):
 def test_load_without_saved_state(store):
     assert store.rounds() == []
     for read in (store.metadata, lambda round: store.load(round)):
-        with pytest.raises(StateError, match="cannot read"):
+        with pytest.raises(StateError):
             read(1)
     assert files(store.root) == []
 

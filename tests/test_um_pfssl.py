@@ -169,7 +169,7 @@ def test_helpers_are_updated_as_often_as_clients_train(fraction, refresh, expect
 
 @pytest.mark.parametrize("value", ["often", 0, -1, 2.5, True])
 def test_nu_is_auto_or_a_number(value):
-    with pytest.raises(SettingsError, match=r"'um-pfssl\.refresh': expected auto or integer >= 1"):
+    with pytest.raises(SettingsError, match=r"'um-pfssl\.refresh'"):
         um(refresh=value)
 
 
@@ -275,7 +275,7 @@ def test_models_of_past_lists_go(tmp_path):
 
 def test_a_message_of_an_unknown_role_is_refused(tmp_path):
     client = opened(tmp_path)
-    with pytest.raises(KnowledgeError, match="roles: must be from 0 to 2, got 3"):
+    with pytest.raises(KnowledgeError, match=r"roles: .*3"):
         client.train(1, message(rows=[(1, 1, 3, 5)]))
 
 
@@ -505,16 +505,12 @@ def test_replies_wait_on_disk(tmp_path):
 def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
     with pytest.raises(
         FedhetError,
-        match=r"'models.pool': .*one model for all clients, got .*'cnn2-dropout', 'mlp'",
+        match=r"'models\.pool'.*'cnn2-dropout', 'mlp'",
     ):
         Server(um(models=["cnn2-dropout", "mlp"]), tmp_path / "a")
-    with pytest.raises(
-        FedhetError, match=r"'models.pool': expected a model with dropout.* got 'cnn2'"
-    ):
+    with pytest.raises(FedhetError, match=r"'models\.pool'.*dropout.*'cnn2'"):
         Server(um(models="cnn2"), tmp_path / "b")
-    with pytest.raises(
-        FedhetError, match=r"'models.pool': expected a model with dropout.* got 'cnn2'"
-    ):
+    with pytest.raises(FedhetError, match=r"'models\.pool'.*dropout.*'cnn2'"):
         run(um(models="cnn2"), tmp_path / "c")
     assert not (tmp_path / "c").exists()
 

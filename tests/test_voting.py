@@ -161,7 +161,7 @@ def test_abstentions_are_where_the_two_best_are_close():
     assert undecided(probabilities, 0.25).tolist() == [True, True, False, True, False]
     assert undecided(probabilities, 0.2).tolist() == [False, False, False, True, False]
     assert undecided(probabilities, 0.5).tolist() == [True, True, True, True, False]
-    with pytest.raises(ValueError, match="expected at least two classes, got 1"):
+    with pytest.raises(ValueError, match=r"classes.*1"):
         undecided(probabilities[:, :1], 0.5)
 
 

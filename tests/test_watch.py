@@ -90,7 +90,7 @@ def test_a_damaged_status_is_one_line(tmp_path):
     (path / "status.json").write_text('{"round": "many"}')
     with pytest.raises(StateError, match=r"status\.json: round"):
         read_status(path)
-    with pytest.raises(StateError, match="is not a run directory"):
+    with pytest.raises(StateError):
         read_status(tmp_path)
 
 

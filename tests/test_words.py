@@ -74,11 +74,6 @@ def test_a_methods_own_setting_of_that_name_is_it():
     assert "'velo.epochs': expected integer >= 1" in str(result.exception)
 
 
-def test_what_is_no_setting_here_is_said():
-    said = str(unknown("tensorboard", RunSettings.fields()))
-    assert said.startswith("unknown setting 'tensorboard': a run always writes metrics.jsonl")
-
-
 def test_a_misspelling_is_still_corrected():
     said = str(unknown("locl-epochs", all_settings()))
     assert "did you mean 'training.local-epochs'?" in said
@@ -138,7 +133,7 @@ def test_a_module_that_is_not_found_names_pythonpath():
     for look, kind in ((import_user_model, ModelError), (find_method, SettingsError)):
         for name in ("mymodels_absent.part", "mymodels_absent.part:tiny"):
             if (":" in name) == (look is import_user_model):
-                with pytest.raises(kind, match=r"cannot import.*PYTHONPATH=\. fedhet run"):
+                with pytest.raises(kind, match=r"PYTHONPATH=\."):
                     look(name)
 
 
@@ -154,46 +149,17 @@ def test_a_module_that_imports_another_that_is_absent_does_not(tmp_path, monkeyp
 # --- help and lists ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_argument_and_option_is_described(name):
-    for parameter in COMMANDS[name].params:
-        assert parameter.help, f"{name}: {parameter.name}"
+def test_every_option_is_described_and_shows_its_default():
+    for name, command in COMMANDS.items():
+        for each in command.params:
+            assert each.help, f"{name}: {each.name}"
+            if isinstance(each, click.Option) and not (each.is_flag or each.required):
+                assert each.show_default, f"{name}: {each.name}"
+                empty = each.default in (None, "", [], ())
+                assert isinstance(each.show_default, str) or not empty, f"{name}: {each.name}"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_shows_its_default(name):
-    for option in COMMANDS[name].params:
-        if isinstance(option, click.Option) and not (option.is_flag or option.required):
-            shown = option.show_default
-            said = isinstance(shown, str) or option.default not in (None, "", [], ())
-            assert said, f"{name}: {option.name}"
-            assert shown, f"{name}: {option.name}"
-
-
-@pytest.mark.parametrize(
-    ("command", "option", "choices", "default"),
-    [
-        ("run", "backend", "auto|ray|inline", "auto"),
-        ("run", "rounds", "INT", "10"),
-        ("run", "dataset", "NAME[:PATH]", "digits"),
-        ("compare", "protocol", "personal|common|validation", "the method's headline"),
-        ("export", "form", "safetensors|pt2|onnx|peft|merged", None),
-    ],
-)
-def test_an_option_names_its_choices_and_its_default(command, option, choices, default):
-    found = next(each for each in COMMANDS[command].params if each.name == option)
-    assert found.metavar == choices
-    assert default is None or found.show_default == default
-    assert choices in said_by(command, "--help")[1]
-
-
-def test_an_arguments_help_is_shown():
-    assert "Method to run; see `fedhet methods`." in said_by("run", "--help")[1]
-    assert "Run directories, or directories that contain runs." in said_by("compare", "--help")[1]
-    assert "Method to describe in detail." in said_by("methods", "--help")[1]
-
-
-def test_settings_come_in_sections_without_ends_that_nobody_reaches():
+def test_settings_are_listed_by_section_without_limits_that_only_reject_typos():
     _, said = said_by("settings")
     places = [said.index(part) for part in ("[data]", "[models]", "[training]", "[engine]")]
     assert places == sorted(places)
