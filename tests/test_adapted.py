@@ -55,7 +55,7 @@ def trained(model):
     return model
 
 
-def test_a_name_has_a_rank_and_a_scale():
+def test_name_contains_rank_and_scale():
     assert AdapterName.of("encoder-2-lora8:minilm") == AdapterName(2, 8, 2.0, "minilm")
     assert AdapterName.of("encoder-1-lora16-scale0.5:vit") == AdapterName(1, 16, 0.5, "vit")
     for other in ("encoder-1:minilm", "encoder-1-frozen:minilm", "mlp", "encoder-1-lora0:minilm"):
@@ -66,13 +66,13 @@ def test_a_name_has_a_rank_and_a_scale():
 
 
 @pytest.mark.parametrize("name", ["lora0", "lora", "lora8-scale0", "loraX", "lora1000"])
-def test_a_wrong_rank_is_no_encoder_that_is_trained_whole(name):
+def test_invalid_rank_raises(name):
     with pytest.raises(ModelError, match="encoder-1-lora8:NAME"):
         models.check_name(f"encoder-1-{name}:bert")
 
 
 @pytest.mark.parametrize("base", ["bert", "vit"])
-def test_only_the_adapters_and_the_head_are_sent_saved_and_trained(base):
+def test_only_adapters_and_head_are_sent_saved_and_trained(base):
     model = built(4, base)
     layers = ("query", "value") if base == "bert" else ("q_proj", "v_proj")
     found = {n.removeprefix("extractor.0.") for n in model.state_dict() if "lora" in n}
@@ -90,7 +90,7 @@ def test_only_the_adapters_and_the_head_are_sent_saved_and_trained(base):
 
 
 @pytest.mark.parametrize("base", ["bert", "vit"])
-def test_the_model_is_the_base_model_with_products_added_to_its_weights(home, base):
+def test_adapted_weights_equal_base_weights_plus_products(home, base):
     """Compare with the unmodified model of transformers, whose weights become W + 2 B A."""
     from transformers import AutoModel
 
@@ -115,7 +115,7 @@ def test_the_model_is_the_base_model_with_products_added_to_its_weights(home, ba
 
 
 @pytest.mark.parametrize("base", ["bert", "vit"])
-def test_adapters_are_nested_by_rank_and_heads_are_equal(base):
+def test_adapters_are_nested_by_rank_and_heads_equal(base):
     small, large, other = built(2, base), built(8, base), built(8, base, seed=1)
     for name, value in small.state_dict().items():
         whole = large.state_dict()[name]
@@ -138,7 +138,7 @@ def frozen_of(model, dtype=torch.float32):
     return {n: p.data_ptr() for n, p in network.named_parameters() if id(p) not in own}
 
 
-def test_a_process_has_one_copy_of_the_base_model():
+def test_process_keeps_one_copy_of_the_base_model():
     adapted._base.cache_clear()
     one, other = trained(built(2)), trained(built(8))
     clone = copy.deepcopy(one)
@@ -158,7 +158,7 @@ def test_a_process_has_one_copy_of_the_base_model():
     assert all(p.grad is None for p in one.parameters())
 
 
-def test_a_causal_model_reads_the_state_of_the_last_token(home):
+def test_causal_model_uses_the_state_of_the_last_token(home):
     transformers = pytest.importorskip("transformers")
     model, x = built(2, "llama"), samples()  # B is zero, so the adapters have no effect
     plain = transformers.AutoModel.from_pretrained(home / "llama").eval()
@@ -171,7 +171,7 @@ def test_a_causal_model_reads_the_state_of_the_last_token(home):
     assert torch.allclose(model.extractor(x), torch.stack(alone), atol=1e-5)
 
 
-def test_autocast_has_the_base_model_in_its_precision():
+def test_autocast_casts_the_base_model():
     model = trained(built(4))
     exact = model(samples())
     with torch.autocast("cpu", torch.bfloat16):
@@ -186,7 +186,7 @@ def test_autocast_has_the_base_model_in_its_precision():
 
 
 @pytest.mark.parametrize("base", ["bert", "vit"])
-def test_gradients_pass_through_weights_that_an_evaluation_read_first(base):
+def test_gradients_flow_after_an_evaluation(base):
     """PyTorch cannot save a tensor that was created in inference mode for a backward pass."""
     adapted._base.cache_clear()
     model = trained(built(2, base))
@@ -212,13 +212,13 @@ def test_stacked_adapters_run_under_vmap():
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_a_width_of_features_and_gray_or_larger_images():
+def test_feature_width_and_image_shapes_are_adapted():
     assert built(2, feature_dim=7)(samples()).shape == (5, 3)
     model = models.build("encoder-1-lora2:vit", (1, 20, 12), 3, seed=0)
     assert model(torch.rand(2, 1, 20, 12)).shape == (2, 3)
 
 
-def test_a_digest_names_the_base_model(tmp_path, monkeypatch):
+def test_digest_identifies_the_base_model(tmp_path, monkeypatch):
     found = base_digest("encoder-1-lora8:bert")
     assert found == base_digest("encoder-2-lora2:bert") != base_digest("encoder-1-lora8:vit")
     assert base_digest("encoder-1:bert") == base_digest("mlp") == ""
@@ -228,7 +228,7 @@ def test_a_digest_names_the_base_model(tmp_path, monkeypatch):
     assert base_digest("encoder-1-lora8:bert") != found
 
 
-def test_what_cannot_be_adapted_is_refused(home, tmp_path, monkeypatch):
+def test_unsupported_base_model_raises(home, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=r"images \[C, H, W\]"):
         models.build("encoder-1-lora2:vit", TEXT[1:], 3, seed=0)
@@ -260,7 +260,7 @@ def test_what_cannot_be_adapted_is_refused(home, tmp_path, monkeypatch):
         models.check_name("encoder-1-lora2:empty")
 
 
-def test_weights_that_a_file_lacks_are_never_random(tmp_path, monkeypatch):
+def test_missing_weights_raise(tmp_path, monkeypatch):
     from safetensors.torch import load_file, save_file
 
     make_bases(tmp_path)
@@ -273,7 +273,7 @@ def test_weights_that_a_file_lacks_are_never_random(tmp_path, monkeypatch):
         built(2)(samples())
 
 
-def test_a_base_model_without_a_pooler_is_read_without_a_report(tmp_path, monkeypatch, caplog):
+def test_base_model_without_pooler_loads_silently(tmp_path, monkeypatch, caplog):
     from safetensors.torch import load_file, save_file
 
     make_bases(tmp_path)
@@ -287,7 +287,7 @@ def test_a_base_model_without_a_pooler_is_read_without_a_report(tmp_path, monkey
     assert not caplog.records
 
 
-def test_no_remote_code_is_run(home, tmp_path, monkeypatch):
+def test_remote_code_is_not_run(home, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(make_bases(tmp_path)))
     config = json.loads((tmp_path / "bert" / "config.json").read_text())
     (tmp_path / "bert" / "evil.py").write_text("raise SystemExit('remote code')\n")
@@ -296,13 +296,13 @@ def test_no_remote_code_is_run(home, tmp_path, monkeypatch):
     assert built(2)(samples()).shape == (5, 3)
 
 
-def test_a_site_imports_nothing_for_adapters():
+def test_adapters_at_a_site_need_no_import_permission():
     pool = "encoder-1-lora2:bert,encoder-1-lora8:bert"
     taken = permitted({"partition-id": 0}, {"method": "felo", "models.pool": pool})
     assert taken["models.pool"] == tuple(pool.split(","))
 
 
-def test_a_skeleton_takes_nothing_of_the_allowed_memory():
+def test_skeleton_does_not_count_as_model_memory():
     with models.AllocationLimit(1000):
         with torch.device("meta"):
             torch.empty(10**6)
@@ -311,5 +311,5 @@ def test_a_skeleton_takes_nothing_of_the_allowed_memory():
             torch.empty(10**6)
 
 
-def test_the_base_is_no_module():
+def test_base_model_is_not_a_submodule():
     assert not any(isinstance(m, nn.Embedding) for m in built(2).modules())

@@ -80,7 +80,7 @@ def padded(parts, old):
 # 1. Stacking, and `svd` at full rank, equal the averaged products; averaged factors do not.
 
 
-def test_stacking_and_svd_are_exact_and_averaged_factors_are_not():
+def test_stacking_and_svd_are_exact_but_averaging_factors_is_not():
     parts = clients()
     exact = averaged_products(parts)
     np.testing.assert_allclose(stacked(parts), exact, atol=1e-12)
@@ -105,7 +105,7 @@ def test_padded_factors_are_the_averages_of_each_level(rank):
 
 @pytest.mark.parametrize("rank", [2, 8, 14, 18])
 @pytest.mark.parametrize("rule", [product_average, level_average])
-def test_the_svd_through_qr_is_the_dense_one(rank, rule):
+def test_svd_through_qr_equals_the_dense_svd(rank, rule):
     parts = clients()
     if rule is level_average:
         parts = [((b, a), n) for (b, a), n in parts if len(a) <= rank]
@@ -133,7 +133,7 @@ def test_the_svd_through_qr_is_the_dense_one(rank, rule):
         np.testing.assert_allclose(part, best(matrix, smaller), atol=1e-11)
 
 
-def test_a_direction_that_the_sum_lacks_can_still_be_trained():
+def test_missing_direction_stays_trainable():
     """A keeps its previous row and B is zero in this direction, so a gradient reaches B."""
     old = before(8)
     b, a = product_average(clients((2,)), old)
@@ -151,7 +151,7 @@ def test_signs_do_not_depend_on_the_order_of_clients():
 # 3. `freeze-a` is exact for any ranks, because A is nested.
 
 
-def test_with_one_nested_a_the_average_of_padded_b_is_exact():
+def test_average_of_padded_b_is_exact_with_one_nested_a():
     a = before(8)[1]
     parts = [((b, a[: b.shape[1]]), n) for (b, _), n in clients()]
     b = padded_average([(b, n) for (b, _), n in parts], before(8)[0], 1, 8)
@@ -200,7 +200,7 @@ def test_idle_rounds_shrink_the_levels_that_few_clients_have(rule, power):
         np.testing.assert_allclose(spectrum, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_levels_without_a_client_are_lost_under_svd_and_kept_by_the_other_rules():
+def test_svd_loses_levels_without_a_client_and_other_rules_keep_them():
     """Two idle clients of rank 2 reply in a round, and the server has rank 8."""
     old = truncated([before(8)], before(8))
     whole, parts = old[0] @ old[1], [((old[0][:, :2], old[1][:2]), n) for n in (1.0, 2.0)]
@@ -235,14 +235,14 @@ def test_at_equal_ranks_average_is_fedavg_and_rank_partition_is_svd_bitwise():
         assert one.dtype == np.float32
 
 
-def test_the_norm_of_products_is_the_dense_one():
+def test_norm_of_products_equals_the_dense_norm():
     layers = [factors(4, 1), factors(4, 2)]
     expected = np.sqrt(sum(np.square(b @ a).sum() for b, a in layers))
     assert product_norm(layers) == pytest.approx(expected, rel=1e-12)
     assert product_norm([(np.zeros((P, 2)), np.zeros((2, Q)))]) == 0
 
 
-def test_products_of_zeros_have_factors_too():
+def test_zero_products_are_factored():
     zeros = [((np.zeros((P, 4)), factors(4, 1)[1]), 1.0)] * 2
     b, a = product_average(zeros, before(8))
     assert not b.any()

@@ -88,7 +88,7 @@ def draw_benign(seed, n=5, shape=(3, 2)):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_malicious_updates(seed):
+def test_malicious_updates(seed):
     updates, benign = draw_benign(seed)
     far = np.random.default_rng(seed + 100).normal(size=(3, 2))
     np.testing.assert_allclose(paf(benign, far), sum(updates) / 5 + far)  # Eq. 7
@@ -102,7 +102,7 @@ def test_the_malicious_updates(seed):
 
 
 @pytest.mark.parametrize("scale", [0.5, 10.0])
-def test_the_far_vector_is_as_long_as_it_is_told(scale):
+def test_far_vector_is_as_long_as_it_is_told(scale):
     mean = np.random.default_rng(0).normal(size=(7, 3))
     direction = np.random.default_rng(1).normal(size=(7, 3))
     far = far_vector(mean, scale, direction)
@@ -116,7 +116,7 @@ def test_the_far_vector_is_as_long_as_it_is_told(scale):
 
 
 @pytest.mark.parametrize(("kind", "count"), [("paf", 1), ("lie", 1), ("ofom", 2)])
-def test_as_many_as_in_the_paper_each_round(kind, count):
+def test_number_of_attackers_per_round_follows_the_paper(kind, count):
     names = [f"client-{n}" for n in range(9)]
     struck = [attack(kind).targets(number, names) for number in range(1, 200)]
     assert all(len(s) == count and s <= set(names) for s in struck)
@@ -128,7 +128,7 @@ def test_as_many_as_in_the_paper_each_round(kind, count):
 
 
 @pytest.mark.parametrize("kind", ["paf", "lie", "ofom"])
-def test_only_victims_are_touched_and_all_else_is_benign(kind):
+def test_only_replies_of_attackers_change(kind):
     replies = logits_of("abcdef")
     victims = {"b", "e"}
     poisoned = attack(kind).poison(1, replies, victims)
@@ -149,7 +149,7 @@ def test_only_victims_are_touched_and_all_else_is_benign(kind):
     np.testing.assert_allclose(e, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_where_all_are_struck_they_know_of_each_other():
+def test_attackers_share_statistics_if_all_clients_are_malicious():
     replies = logits_of("ab")
     poisoned = attack("lie").poison(1, replies, {"a", "b"})
     both = np.stack([replies[n].tensors["logits"] for n in "ab"])
@@ -157,12 +157,12 @@ def test_where_all_are_struck_they_know_of_each_other():
     np.testing.assert_allclose(poisoned["a"].tensors["logits"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_who_did_not_answer_is_not_poisoned():
+def test_missing_reply_is_not_poisoned():
     replies = logits_of("ab")
     assert attack("paf").poison(1, replies, {"z"}) == replies
 
 
-def test_another_direction_each_round():
+def test_direction_changes_each_round():
     replies, strike = logits_of("abc"), attack("paf")
     one, same, other = (strike.poison(n, replies, {"a"})["a"].tensors["logits"] for n in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
@@ -180,7 +180,7 @@ def theta(poisoned, benign):
 
 
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
-def test_one_direction_for_the_run(kind):
+def test_direction_is_constant_in_a_run(kind):
     """Eqs. 7 and 11 have one theta'. By default, it differs by seed and round."""
     found = {}
     for direction, seed in (("run", 0), ("run", 1), ("round", 0)):
@@ -201,7 +201,7 @@ def test_one_direction_for_the_run(kind):
         assert abs(np.vdot(found[one], found[other])) < 0.9
 
 
-def test_the_runs_direction_is_of_the_samples_whichever_are_asked():
+def test_direction_depends_on_sample_ids_not_on_the_selection():
     """A reply is about different public samples in each round."""
     strike, every = attack("paf", direction="run"), np.arange(6, dtype=np.uint16)
     replies = logits_of("abc")
@@ -217,7 +217,7 @@ def test_the_runs_direction_is_of_the_samples_whichever_are_asked():
     assert empty.tensors["logits"].shape == (0, 4)
 
 
-def test_the_runs_direction_is_of_the_classes_whichever_a_client_has():
+def test_direction_depends_on_class_ids_not_on_the_client():
     def said(*classes):
         ids = np.array(classes, np.int64)
         logits = np.ones((len(classes), 5), np.float32)
@@ -232,7 +232,7 @@ def test_the_runs_direction_is_of_the_classes_whichever_a_client_has():
     np.testing.assert_allclose(part, expected, atol=1e-5)
 
 
-def test_rows_are_met_by_what_they_are_numbered_by():
+def test_rows_are_matched_by_id():
     def said(*classes, add=0.0):
         rows = np.array([[100.0 * y + c + add for c in range(5)] for y in classes], np.float32)
         ids = np.array(classes, np.int64)
@@ -250,7 +250,7 @@ def test_rows_are_met_by_what_they_are_numbered_by():
         np.testing.assert_array_equal(poisoned.tensors[name], replies["a"].tensors[name])
 
 
-def test_models_are_met_by_those_of_their_architecture():
+def test_models_are_matched_by_architecture():
     def said(value, width):
         full = np.full((width, 2), value, np.float32)
         steps = np.array(int(value), np.int64)
@@ -267,7 +267,7 @@ def test_models_are_met_by_those_of_their_architecture():
 
 
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
-def test_running_variances_stay_variances(kind):
+def test_poisoned_running_variances_stay_nonnegative(kind):
     """With a negative variance, a model has no outputs, which is not the aim of any attack."""
     rng = np.random.default_rng(0)
     replies = {
@@ -313,7 +313,7 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
         ({"attack": "paf", "attackers": 4}, "expected less than 'clients' = 4"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings, message):
+def test_invalid_attack_settings_raise(settings, message):
     with pytest.raises(SettingsError, match=message):
         small(**{"method": "felo", **settings})
 
@@ -350,7 +350,7 @@ FEDGEMS = {"method": "fedgems", "fedgems.server-model": "mlp", **QUICK}
     ],
 )
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
-def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, tensor, kind):
+def test_method_receives_poison_and_clients_are_unaware(tmp_path, changes, tensor, kind):
     config = small(attack=kind, **changes)
     server, told, saw = played(tmp_path, attack=kind, **changes)
     struck = attack(kind, clients=config.run.clients).targets(1, list(told))
@@ -365,13 +365,13 @@ def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, 
 
 
 @pytest.mark.parametrize("method", ["fedtype", "um-pfssl", "fedavg", "pfedbayes"])
-def test_the_honest_go_on_under_attack(tmp_path, method):
+def test_honest_clients_train_under_attack(tmp_path, method):
     """No honest client drops out of the run, even if the accuracy suffers."""
     run(small(method, attack="paf", evaluate_every=2), tmp_path / "run")
     assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
 
 
-def test_the_attack_knows_which_samples_are_asked_in_a_run(tmp_path, monkeypatch):
+def test_attack_uses_the_selected_samples(tmp_path, monkeypatch):
     server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
     seen, poison = [], Attack.poison
 
@@ -407,7 +407,7 @@ def gem_under(tmp_path, seed, **changes):
         return (server.strategy.learner.model.eval()(x).argmax(1) == y).float().mean().item()
 
 
-def test_an_attack_harms(tmp_path):
+def test_attack_reduces_accuracy(tmp_path):
     """FedGEM learns a poisoned mean, which has three quarters of the weight in the loss of Eq.
 
     5.
@@ -418,7 +418,7 @@ def test_an_attack_harms(tmp_path):
     assert poisoned < honest - 0.1
 
 
-def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
+def test_searching_client_is_not_attacked(tmp_path, monkeypatch):
     """In UM-pFSSL, many clients are called, but few train and upload. Only these are poisoned."""
     chosen = {"clients": 6, "min_samples": 5, "fraction": 0.3, "rounds": 6, "evaluate_every": 6}
     server = Server(small("um-pfssl", attack="paf", **chosen), tmp_path / "run")
@@ -437,7 +437,7 @@ def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
     assert all(len(victims) == 1 and victims <= uploads for victims, uploads, _ in struck)
 
 
-def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
+def test_poison_that_violates_the_contract_is_dropped(tmp_path):
     server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
     answers = server.answers(server.ask(1))
     with pytest.MonkeyPatch.context() as patch:
@@ -449,7 +449,7 @@ def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
     assert len(server.flower.state.record.answered) == 3
 
 
-def test_an_attack_is_the_same_every_time(tmp_path):
+def test_attack_is_deterministic(tmp_path):
     (one, _, saw), (two, _, again) = (
         played(tmp_path / name, attack="ofom", **FEDGEMS) for name in ("one", "two")
     )
@@ -470,7 +470,7 @@ def test_label_flipping_reverses_the_order_of_the_classes():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_a_backdoor_marks_half_of_the_images(dtype):
+def test_backdoor_marks_half_of_the_images(dtype):
     x = (torch.arange(10 * 8 * 8) % 200).reshape(10, 1, 8, 8).to(dtype)
     y, before = torch.arange(10) % 5 + 1, x.clone()
     changed = poisoned(Split(x, y), "backdoor", 10, 0, "client-1")
@@ -551,7 +551,7 @@ def test_claimed_class_counts_have_the_claimed_sum():
         ({"method": "central", "attack.kind": "label-flip"}, "send nothing that they train"),
     ],
 )
-def test_an_impossible_attack_is_rejected(changes, message):
+def test_impossible_attack_is_rejected(changes, message):
     with pytest.raises(SettingsError, match=message):
         resolve({"method": "fedavg", **changes})
 

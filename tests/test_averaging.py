@@ -56,7 +56,7 @@ def some_models(draw):
 
 @settings(max_examples=100, derandomize=True)
 @given(some_models())
-def test_the_average_is_the_exact_mean_to_the_last_bit(models):
+def test_average_is_exact_to_the_last_bit(models):
     result = average_weights(models)
     for name, (shape, means) in exact_average(models).items():
         assert result[name].shape == shape
@@ -69,7 +69,7 @@ def test_the_average_is_the_exact_mean_to_the_last_bit(models):
     assert list(result) == list(models[0][0])
 
 
-def test_sorted_clients_give_the_same_bits_whoever_answers_first():
+def test_order_of_replies_does_not_change_the_average():
     rng = np.random.default_rng(0)
     replies = {
         f"client-{k}": ({"w": rng.normal(size=50).astype(np.float32)}, int(rng.integers(1, 99)))
@@ -93,7 +93,7 @@ def test_copies_of_one_model_average_to_that_model(models):
 
 @settings(max_examples=60, derandomize=True)
 @given(some_models())
-def test_a_model_of_no_samples_has_no_say(models):
+def test_zero_weight_has_no_influence(models):
     silent = {name: np.full_like(tensor, 1e30) for name, tensor in models[0][0].items()}
     one, two = average_weights(models), average_weights([*models, (silent, 0)])
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
@@ -112,7 +112,7 @@ def extremes(dtype):
 
 @pytest.mark.parametrize("dtype", ["bool", *FLOATS, *SIGNED, *UNSIGNED])
 @pytest.mark.parametrize("weight", [1, 3, 0.1, 10**12])
-def test_the_average_of_one_model_is_that_model(dtype, weight):
+def test_average_of_one_model_is_identical(dtype, weight):
     model = {"t": extremes(dtype), "scalar": extremes(dtype)[1], "empty": extremes(dtype)[:0]}
     model["scalar"] = np.asarray(model["scalar"])
     result = average_weights([(model, weight)])
@@ -135,7 +135,7 @@ def test_counters_are_rounded(dtype):
 
 @settings(max_examples=100, derandomize=True)
 @given(st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 999)), min_size=1))
-def test_a_counter_is_within_half_of_the_exact_mean(pairs):
+def test_average_of_counters_is_rounded_to_nearest(pairs):
     result = average_weights([({"n": np.array(value)}, weight) for value, weight in pairs])["n"]
     exact = exact_mean([v for v, _ in pairs], [w for _, w in pairs])
     assert abs(int(result) - exact) <= Fraction(1, 2) + Fraction(1, 100)
@@ -149,7 +149,7 @@ def test_float16_sums_do_not_overflow():
     assert many.tolist() == [1.0] * 3
 
 
-def test_the_inputs_stay_as_they_were():
+def test_inputs_are_unchanged():
     models = [({"w": np.ones(2, np.float32)}, 1), ({"w": np.zeros(2, np.float32)}, 3)]
     for tensors, _ in models:
         tensors["w"].setflags(write=False)
@@ -161,6 +161,6 @@ def test_the_inputs_stay_as_they_were():
 
 
 @pytest.mark.parametrize("weights", [[], [0], [0, 0], [0.0], [-1], [3, -3]])
-def test_no_sample_is_an_error(weights):
+def test_total_weight_of_zero_raises(weights):
     with pytest.raises(ValueError, match="weight"):
         average_weights([({"w": np.ones(2)}, weight) for weight in weights])

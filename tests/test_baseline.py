@@ -23,7 +23,7 @@ def summary_of(run: Path) -> dict:
 
 
 @pytest.mark.parametrize("method", ["felo", pytest.param("fedmd", marks=pytest.mark.slow)])
-def test_the_baseline_is_that_method_on_the_same_data(method, tmp_path, call):
+def test_baseline_uses_the_same_data(method, tmp_path, call):
     status, said, fault = call(
         "run", method, *SMALL, "--against", "local", "--out", tmp_path / "run"
     )
@@ -43,7 +43,7 @@ def test_the_baseline_is_that_method_on_the_same_data(method, tmp_path, call):
     assert "against local" in page.text
 
 
-def test_a_baseline_is_added_to_a_complete_run(tmp_path, call):
+def test_complete_run_gets_a_baseline(tmp_path, call):
     assert call("run", "felo", *SMALL, "--out", tmp_path / "run")[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     status, said, fault = call("run", "--resume", tmp_path / "run", "--against", "local")
@@ -57,7 +57,7 @@ def test_a_baseline_is_added_to_a_complete_run(tmp_path, call):
     assert summary_of(tmp_path / "run" / "baseline") == baseline
 
 
-def test_each_seed_has_its_baseline_and_is_compared_with_it(tmp_path, call):
+def test_each_seed_is_compared_with_its_own_baseline(tmp_path, call):
     status, said, fault = call(
         "run", "felo", *SMALL, "--seeds", "0,1", "--against", "local", "--out", tmp_path / "runs"
     )
@@ -68,7 +68,7 @@ def test_each_seed_has_its_baseline_and_is_compared_with_it(tmp_path, call):
     assert re.search(r"felo\b.* local\b.* 2 ", said)
 
 
-def test_a_baseline_that_cannot_be_run_is_refused_before_anything_is(tmp_path, call):
+def test_invalid_baseline_raises_before_training(tmp_path, call):
     for against, says in (
         ("felo", "--against: expected a method other than the run's, got 'felo'"),
         ("locl", "did you mean 'local'?"),
@@ -82,7 +82,7 @@ def test_a_baseline_that_cannot_be_run_is_refused_before_anything_is(tmp_path, c
         assert not (tmp_path / "run").exists()
 
 
-def test_table_page_and_curve_show_both(tmp_path: Path) -> None:
+def test_table_report_and_curves_show_both_runs(tmp_path: Path) -> None:
     path = make(tmp_path / "run", top=0.9)
     make(path / "baseline", method="local", top=0.6, seed=3)
     own, other = (
@@ -102,6 +102,6 @@ def test_table_page_and_curve_show_both(tmp_path: Path) -> None:
     assert f"local {b:.3f}" in page.text  # the legend of the curve
 
 
-def test_the_demo_has_a_baseline() -> None:
+def test_demo_has_a_baseline() -> None:
     recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
     assert "--against local" in recipe

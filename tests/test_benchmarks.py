@@ -16,7 +16,7 @@ from fedhet.config.sources import parse_pairs
 
 
 @pytest.mark.parametrize("name", same_numbers.RUNS)
-def test_the_settings_of_a_compared_run_are_valid(name):
+def test_settings_of_a_compared_run_are_valid(name):
     method, *words = same_numbers.RUNS[name].format(data="data").split()
     pairs = [word for option, word in zip(words[::2], words[1::2], strict=True)
              if option == "--set"]  # fmt: skip
@@ -40,7 +40,7 @@ def test_tasks_compares_each_method_with_local_training_on_the_same_models(tmp_p
     assert {task for method, _, task, _ in runs if method == "pfedbayes"} == {"diabetes", "image"}
 
 
-def test_the_improvement_is_the_mean_of_paired_differences_with_its_standard_error(tmp_path):
+def test_improvement_is_the_mean_of_paired_differences_with_its_standard_error(tmp_path):
     scores = {"local": [4.0, 5.0, 2.0], "fedmd": [3.0, 4.0, 2.0]}
     for method, values in scores.items():
         for seed, value in enumerate(values):
@@ -72,7 +72,7 @@ def test_every_piece_for_an_accelerator_runs_on_a_processor():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "felo", "fedtype"])
-def test_the_memory_of_a_server_is_measured_with_weights_that_arrive(method):
+def test_memory_of_a_server_is_measured_with_weights_that_arrive(method):
     command = [sys.executable, "-m", "benchmarks.server_memory", "--mb", "4", "--clients", "3"]
     ended = subprocess.run(
         [*command, "--methods", method], capture_output=True, text=True, check=False

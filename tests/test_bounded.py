@@ -88,17 +88,17 @@ def state_of(received):
 
 @pytest.mark.parametrize("command", ["report", "resume", "compare"])
 @pytest.mark.parametrize("quote", ["", '"', "'"])
-def test_a_key_of_many_parts(received, in_one_line, command, quote):
+def test_key_with_many_parts_raises(received, in_one_line, command, quote):
     (received / "config.toml").write_text(".".join([f"{quote}a{quote}"] * 20_000) + " = 1\n")
     assert "expected keys of at most 32 parts" in in_one_line(received, command)
 
 
-def test_what_would_take_gigabytes_is_refused_within_two(received):
+def test_oversized_files_raise_within_2_gb(received):
     (received / "config.toml").write_text(".".join("a" * 50_000) + " = 1\n")
     assert "expected keys of at most 32 parts" in within_two_gigabytes(received, "report")
 
 
-def test_what_is_no_key_may_have_any_number_of_dots(received, in_one_line):
+def test_values_may_contain_any_number_of_dots(received, in_one_line):
     config = received / "config.toml"
     config.write_text(config.read_text() + "x = [" + "0.5, " * 1000 + "]\ny = '... '\n")
     assert "not one of 'x'" not in in_one_line(received, "resume")
@@ -120,7 +120,7 @@ FIFOS = {
 )
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_and_a_device_are_not_read(received, name, command, kind, in_one_line):
+def test_pipes_and_devices_are_not_read(received, name, command, kind, in_one_line):
     places = {
         "state": state_of(received) / "round-000001.safetensors",
         "client.json": state_of(received) / "client.json",
@@ -136,12 +136,12 @@ def test_a_pipe_and_a_device_are_not_read(received, name, command, kind, in_one_
 
 
 @pytest.mark.parametrize("text", ["[],", "{},", '{"round":1}\n'], ids=["lists", "objects", "lines"])
-def test_records_of_too_many_parts(received, text, in_one_line):
+def test_oversized_records_raise(received, text, in_one_line):
     (received / "metrics.jsonl").write_text(text * 9_000_000)
     assert "expected at most 8,000,000 values" in in_one_line(received, "report")
 
 
-def test_a_record_of_a_client_that_is_too_long(received, in_one_line):
+def test_oversized_client_record_raises(received, in_one_line):
     (state_of(received) / "client.json").write_bytes(b" " * 2**25)
     assert "too large" in in_one_line(received, "predict")
 
@@ -159,14 +159,14 @@ HUGE = {
 
 @pytest.mark.parametrize("case", HUGE)
 @pytest.mark.parametrize("command", ["predict", "export"])
-def test_a_record_of_a_client_with_impossible_numbers(received, case, command, in_one_line):
+def test_client_record_with_invalid_numbers_raises(received, case, command, in_one_line):
     path = state_of(received) / "client.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **HUGE[case]}))
     assert "client.json" in in_one_line(received, command)
 
 
 @pytest.mark.parametrize("command", ["predict", "export"])
-def test_a_state_of_which_nothing_is_on_the_disk(received, command, in_one_line):
+def test_sparse_state_file_raises(received, command, in_one_line):
     path = state_of(received) / "round-000001.safetensors"
     size = 6 * 10**10
     header = {"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
@@ -179,7 +179,7 @@ def test_a_state_of_which_nothing_is_on_the_disk(received, command, in_one_line)
 
 
 @pytest.mark.parametrize("odd", ["integers", "text for a number", "negative version"])
-def test_a_checkpoint_or_state_of_odd_numbers_is_passed_over(received, odd, in_one_line):
+def test_invalid_checkpoint_or_state_is_skipped(received, odd, in_one_line):
     """The weights are integers, or the metadata contains no numbers."""
     path = state_of(received) / "round-000001.safetensors"
     tensors, facts = load(path)

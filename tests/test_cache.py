@@ -40,7 +40,7 @@ def kept_by_hand(uses):
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7), st.integers(0, 60)), max_size=40))
-def test_what_is_needed_last_is_closed_for_room(uses):
+def test_client_needed_last_is_evicted(uses):
     """The size of a client changes with each use."""
     clients, cache = {}, ClientCache(MOST)
     for (run, name, size), expected in zip(uses, kept_by_hand(uses), strict=True):
@@ -53,7 +53,7 @@ def test_what_is_needed_last_is_closed_for_room(uses):
         assert cache.keys() == set(expected)
 
 
-def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
+def test_only_evicted_clients_are_opened_again():
     cache, opened = ClientCache(MOST), []
     for _ in range(4):
         opened.append(0)
@@ -67,7 +67,7 @@ def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
     assert opened == [15, 4, 4, 4]
 
 
-def test_a_client_that_cannot_be_opened_leaves_the_others():
+def test_failed_opening_keeps_other_clients():
     cache = ClientCache(MOST)
 
     def broken():
@@ -80,7 +80,7 @@ def test_a_client_that_cannot_be_opened_leaves_the_others():
     assert cache.keys() == {(0, "b"), (1, "b")}
 
 
-def test_a_use_measures_one_client_however_many_are_open():
+def test_memory_is_measured_per_client():
     cache = ClientCache(MOST)
     clients = [cache.open(0, n, lambda: Sized(0)) for n in range(50)]
     before = sum(client.asked for client in clients)
@@ -89,7 +89,7 @@ def test_a_use_measures_one_client_however_many_are_open():
 
 
 @pytest.mark.parametrize("method", ["felo", "fedtype", "um-pfssl", "pfedme", "fml"])
-def test_a_client_that_waits_holds_no_gradients(tmp_path, method):
+def test_waiting_client_holds_no_gradients(tmp_path, method):
     server = Server(small(method, clients=2), tmp_path)
     server.answers(server.ask(1))
     for proxy, _ in server.ask(1):

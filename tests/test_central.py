@@ -64,7 +64,7 @@ def last_model(directory):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_with_one_client_it_is_local_bit_for_bit(tmp_path, recipe):
+def test_central_equals_local_with_one_client(tmp_path, recipe):
     chosen = {"clients": 1, "rounds": 3, "max-samples": 150, "models": "mlp", **RECIPES[recipe]}
     for method in ("local", "central"):
         run(small(method, **chosen), tmp_path / method)
@@ -92,7 +92,7 @@ def by_hand(config):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("data", ["clients", "clients+public", "public"])
-def test_the_trainer_has_the_data_that_the_setting_says(tmp_path, data, alpha):
+def test_trainer_has_the_selected_data(tmp_path, data, alpha):
     changes = {"central.trains-on": data, "data.labeled-alpha": alpha, **PUBLIC}
     config = federation(**changes)
     client = trainer_of(Server(config, tmp_path))
@@ -109,7 +109,7 @@ def test_the_trainer_has_the_data_that_the_setting_says(tmp_path, data, alpha):
     assert (len(client.unlabeled) > 0) == (alpha > 0 and data != "public")
 
 
-def test_no_test_sample_is_trained_on(tmp_path):
+def test_test_samples_are_not_trained_on(tmp_path):
     config = federation()
     server = Server(config, tmp_path)
     seen = {row.numpy().tobytes() for row in trainer_of(server).x}
@@ -121,7 +121,7 @@ def test_no_test_sample_is_trained_on(tmp_path):
         assert all(fresh)
 
 
-def test_the_others_keep_their_own_data_and_no_model(tmp_path):
+def test_other_clients_keep_their_data_and_no_model(tmp_path):
     server = Server(federation(), tmp_path)
     server.answers(server.ask(1))
     for name, client in clients_of(server).items():
@@ -130,7 +130,7 @@ def test_the_others_keep_their_own_data_and_no_model(tmp_path):
             assert client.models == {}
 
 
-def test_public_data_is_there_where_it_is_needed_and_nobodys(tmp_path):
+def test_public_data_belongs_to_no_client(tmp_path):
     fraction = {
         data: federation(**{"central.trains-on": data}).run.data.public_fraction
         for data in ("clients", "clients+public", "public")
@@ -146,7 +146,7 @@ def test_public_data_is_there_where_it_is_needed_and_nobodys(tmp_path):
 # A round
 
 
-def test_only_the_trainer_is_asked_and_its_instruction_is_empty(tmp_path):
+def test_only_the_trainer_is_sampled_with_an_empty_instruction(tmp_path):
     server = Server(federation(fraction=0.34), tmp_path)
     for round in (1, 2):
         asked = server.ask(round)
@@ -158,7 +158,7 @@ def test_only_the_trainer_is_asked_and_its_instruction_is_empty(tmp_path):
         server.close(round)
 
 
-def test_a_round_is_gradient_descent_on_all_samples(tmp_path):
+def test_round_equals_gradient_descent_on_all_samples(tmp_path):
     """Train with full batches in float64, without code from fedhet."""
     plain = {
         "training.optimizer": "sgd", "training.momentum": 0.0, "training.lr": 0.05,
@@ -176,7 +176,7 @@ def test_a_round_is_gradient_descent_on_all_samples(tmp_path):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_evaluated_is_the_trainers_model(tmp_path):
+def test_model_of_the_trainer_is_evaluated(tmp_path):
     server = Server(federation(), tmp_path)
     _, answers = server.play(1)
     trained = reply_of(answers[0][1]).group("weights")
@@ -192,7 +192,7 @@ def test_what_is_evaluated_is_the_trainers_model(tmp_path):
         assert all(np.array_equal(v, trained[n]) for n, v in judged.state_dict().items())
 
 
-def test_a_label_space_of_its_own(tmp_path):
+def test_label_space_of_its_own(tmp_path):
     """The trainer learns all classes; each client is evaluated on its own classes."""
     chosen = {**SPACES, "clients": 2, "max-samples": 0}
     server = Server(federation(**chosen), tmp_path)
@@ -217,7 +217,7 @@ def test_a_label_space_of_its_own(tmp_path):
 # The model, and runs
 
 
-def test_the_model_is_the_first_clients_or_the_one_named(tmp_path):
+def test_model_is_that_of_the_first_client_or_the_setting(tmp_path):
     server = Server(federation(models=["cnn2", "mlp"]), tmp_path / "first")
     wide = reply_of(server.answers(server.ask(1))[0][1]).group("weights")
     assert wide["classifier.weight"].shape == (10, 64)
@@ -230,7 +230,7 @@ def test_the_model_is_the_first_clients_or_the_one_named(tmp_path):
         federation(**{"central.model": "mlpp"})
 
 
-def test_a_run_learns_more_than_alone(tmp_path):
+def test_central_beats_local(tmp_path):
     chosen = {"clients": 3, "rounds": 4, "local_epochs": 2, "alpha": 0.3, "models": "mlp"}
     alone = run(small("local", **chosen), tmp_path / "local")["accuracy"]["common"]["private"]
     summary = run(small("central", **chosen), tmp_path / "central", report=True)
@@ -242,14 +242,14 @@ def test_a_run_learns_more_than_alone(tmp_path):
     assert (tmp_path / "central" / "report.html").exists()
 
 
-def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     config = federation(rounds=4, **{"training.keep-optimizer": True})
     cut_and_resumed(config, tmp_path)
     first, second = last_model(tmp_path / "whole"), last_model(tmp_path / "cut")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_deployment_refuses_it_with_the_reason():
+def test_central_raises_in_a_deployment():
     config = federation()
     why = "setting 'method': the data of all sites would have to leave the sites.*got 'central'"
     context = Context(1, 1, {}, RecordDict(), config.flat())

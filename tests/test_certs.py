@@ -50,25 +50,25 @@ def handshake(server_folder, authority, hostname):
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "fed.example.org", "10.0.0.7"])
-def test_the_server_is_trusted_under_its_names(made, host):
+def test_server_is_trusted_under_its_names(made, host):
     folder, _ = made
     assert handshake(folder, folder / certs.CA_CERTIFICATE, host) == "TLSv1.3"
 
 
-def test_another_name_is_not(made):
+def test_other_name_is_not_trusted(made):
     folder, _ = made
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
         handshake(folder, folder / certs.CA_CERTIFICATE, "evil.example.org")
 
 
-def test_another_authority_does_not_vouch_for_it(made, tmp_path):
+def test_other_authority_is_not_trusted(made, tmp_path):
     folder, _ = made
     certs.make(tmp_path, [], [], 30)
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(folder, tmp_path / certs.CA_CERTIFICATE, "localhost")
 
 
-def test_a_node_has_a_pair_of_its_own(made):
+def test_node_has_its_own_key_pair(made):
     folder, _ = made
     publics = set()
     for name in ("site-0", "site-1"):
@@ -80,7 +80,7 @@ def test_a_node_has_a_pair_of_its_own(made):
     assert len(publics) == 2
 
 
-def test_only_their_owner_reads_private_keys(made):
+def test_private_keys_are_readable_only_by_the_owner(made):
     folder, written = made
     for path in written:
         public = path.suffix in {".crt", ".pem", ".pub"}
@@ -88,7 +88,7 @@ def test_only_their_owner_reads_private_keys(made):
     assert folder.stat().st_mode & 0o077 == 0
 
 
-def test_what_is_there_is_kept_and_what_is_missing_is_added(tmp_path):
+def test_existing_files_are_kept_and_missing_files_added(tmp_path):
     first = certs.make(tmp_path, [], ["site-0"], 30)
     before = {path: path.read_bytes() for path in first}
     added = certs.make(tmp_path, [], ["site-0", "site-1"], 30)
@@ -97,13 +97,13 @@ def test_what_is_there_is_kept_and_what_is_missing_is_added(tmp_path):
     assert certs.make(tmp_path, [], ["site-1"], 30) == []
 
 
-def test_an_existing_server_certificate_is_not_made_anew(tmp_path):
+def test_existing_server_certificate_raises(tmp_path):
     certs.make(tmp_path, [], [], 30)
     with pytest.raises(FedhetError, match=r"server\.pem"):
         certs.make(tmp_path, ["fed.example.org"], [], 30)
 
 
-def test_a_foreign_authority_signs_for_itself(tmp_path):
+def test_certificate_of_a_foreign_authority_raises(tmp_path):
     certs.make(tmp_path, [], [], 30)
     (tmp_path / certs.SERVER_CERTIFICATE).unlink()
     (tmp_path / certs.CA_KEY).write_text("not a key")
@@ -118,7 +118,7 @@ def test_a_foreign_authority_signs_for_itself(tmp_path):
         (["hö st"], [], "--host: expected a host name or an IP address.* got 'hö st'"),
     ],
 )
-def test_a_bad_name_is_named(tmp_path, hosts, nodes, message):
+def test_invalid_name_raises(tmp_path, hosts, nodes, message):
     with pytest.raises(FedhetError, match=message):
         certs.make(tmp_path, hosts, nodes, 30)
 
@@ -157,7 +157,7 @@ def test_a_bad_name_is_named(tmp_path, hosts, nodes, message):
         ("a." * 130, None),
     ],
 )
-def test_a_certificate_is_for_names_and_addresses_alone(host, expected):
+def test_certificate_accepts_only_names_and_addresses(host, expected):
     if expected is None:
         with pytest.raises(FedhetError, match=r"^--host: expected a(n address| host name)"):
             certs._host(host)
@@ -166,7 +166,7 @@ def test_a_certificate_is_for_names_and_addresses_alone(host, expected):
     assert f"{'DNS' if isinstance(name, x509.DNSName) else 'IP'}:{name.value}" == expected
 
 
-def test_nothing_is_written_for_a_wrong_host(tmp_path):
+def test_invalid_host_writes_no_file(tmp_path):
     with pytest.raises(FedhetError):
         certs.make(tmp_path / "keys", ["https://fed.example.org"], ["site-0"], 30)
     assert not (tmp_path / "keys").exists()
@@ -188,7 +188,7 @@ def test_nothing_is_written_for_a_wrong_host(tmp_path):
         )),
     ],
 )  # fmt: skip
-def test_host_and_port_everywhere(given, expected):
+def test_host_and_port_are_parsed(given, expected):
     if expected is None:
         with pytest.raises(ValueError, match=r"expected (HOST:PORT|a host name)"):
             split_host_port(given)
@@ -197,7 +197,7 @@ def test_host_and_port_everywhere(given, expected):
     assert split_host_port(join_host_port(*expected)) == expected
 
 
-def test_a_renewed_certificate_serves_the_same_hosts_and_the_same_sites(tmp_path):
+def test_renewed_certificate_keeps_hosts_and_sites(tmp_path):
     certs.make(tmp_path, ["fed.example.org"], [], 3)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert "in 2 days" in certs.expiry(tmp_path / certs.SERVER_CERTIFICATE)
@@ -214,7 +214,7 @@ def test_a_renewed_certificate_serves_the_same_hosts_and_the_same_sites(tmp_path
         assert handshake(tmp_path, tmp_path / "at-a-site.crt", host)
 
 
-def test_what_cannot_be_renewed_stays(tmp_path):
+def test_failed_renewal_keeps_the_files(tmp_path):
     with pytest.raises(FedhetError):
         certs.renew(tmp_path, [], 90)
     certs.make(tmp_path, [], [], 3)
@@ -225,7 +225,7 @@ def test_what_cannot_be_renewed_stays(tmp_path):
     assert (tmp_path / certs.SERVER_CERTIFICATE).read_bytes() == before
 
 
-def test_a_site_makes_its_key_once(tmp_path):
+def test_second_key_of_a_site_raises(tmp_path):
     done = CliRunner().invoke(app, ["certs", str(tmp_path / "new"), "--key", "site-a"])
     assert done.exit_code == 0, done.output
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"site-a", "site-a.pub"}
@@ -235,7 +235,7 @@ def test_a_site_makes_its_key_once(tmp_path):
         certs.make_node_key(tmp_path / "a key")
 
 
-def test_the_command(tmp_path):
+def test_command(tmp_path):
     done = CliRunner().invoke(app, ["certs", str(tmp_path), "--nodes", "2", "--node", "lab"])
     assert done.exit_code == 0
     names = {path.name for path in (tmp_path / certs.NODES).iterdir()}

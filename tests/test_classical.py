@@ -62,7 +62,7 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_learns_and_is_judged_as_any_model(name):
+def test_models_train_and_evaluate_like_networks(name):
     x, y = drawn()
     model = models.build_any(name, (2, 2), 3, seed=0)
     assert isinstance(model, Refitted)
@@ -81,7 +81,7 @@ def test_each_learns_and_is_judged_as_any_model(name):
     assert not model.state_dict()
 
 
-def test_they_are_scikit_learns():
+def test_predictions_equal_scikit_learn():
     x, y = drawn()
     flat, seed = x.flatten(1).numpy(), derive(0, "model", "sk-tree") % 2**32
     tree = DecisionTreeClassifier(random_state=seed).fit(flat, y.numpy())
@@ -112,7 +112,7 @@ def mixed(samples=160):
 
 
 @pytest.mark.parametrize("name", ["sk-svm", "sk-gam", "sk-mlp"])
-def test_numbers_alone_are_scaled_and_one_hot_columns_are_not(name):
+def test_only_numeric_columns_are_scaled(name):
     """Compare with z-scores of columns 2 and 3; the additive model uses splines."""
     x, y = mixed()
     flat = x.numpy()
@@ -135,7 +135,7 @@ def test_numbers_alone_are_scaled_and_one_hot_columns_are_not(name):
     assert np.abs(every - np.concatenate([flat[:, :2], z[:, :2], flat[:, 4:]], axis=1)).max() > 1
 
 
-def test_the_boosted_model_is_additive_and_the_tree_is_not():
+def test_boosted_model_is_additive_and_tree_is_not():
     """If no tree uses both features, f(a, b) - f(a, b') is equal for every a, in log-odds."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.uniform(-1, 1, (400, 2)).astype(np.float32))
@@ -162,14 +162,14 @@ def fitted(name, x, y):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_single_class_and_constant_features_are_no_error(name):
+def test_single_class_and_constant_features_train(name):
     x, y = drawn()
     assert fitted(name, x, torch.full_like(y, 2)).unique().tolist() == [2]
     x[:, 0, 0] = 1.0
     assert len(fitted(name, x, y).unique()) > 1
 
 
-def test_no_warning_and_no_global_state_is_left():
+def test_training_leaves_no_warning_and_no_global_state():
     before = np.random.get_state()[1].copy()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -178,7 +178,7 @@ def test_no_warning_and_no_global_state_is_left():
 
 
 @pytest.mark.parametrize("draw", ["random.random()", "np.random.normal()", "torch.randn(1).item()"])
-def test_a_model_that_draws_from_global_state_is_fitted_the_same_again(own, draw):
+def test_model_with_global_randomness_is_reproducible(own, draw):
     text = f"""
     import random
     import numpy as np
@@ -198,7 +198,7 @@ def test_a_model_that_draws_from_global_state_is_fitted_the_same_again(own, draw
     assert torch.equal(one, fitted(name, *drawn()))
 
 
-def test_the_example_of_the_docs_is_the_one_above():
+def test_documented_example_equals_the_tested_example():
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
     assert textwrap.dedent(NEAREST_MEAN).split() in [
         block.split("```")[0].removeprefix("# mymodels.py").split()
@@ -206,14 +206,14 @@ def test_the_example_of_the_docs_is_the_one_above():
     ]
 
 
-def test_a_new_model_knows_nothing():
+def test_untrained_model_is_uniform():
     assert models.build_any("sk-tree", (4,), 3, seed=0).predict(torch.zeros(2, 4)).tolist() == [
         0,
         0,
     ]
 
 
-def test_a_users_own_model(own):
+def test_custom_model_trains(own):
     name = own("nearest", NEAREST_MEAN, "nearest_mean")
     x, y = drawn()
     means = torch.stack([x[y == label].flatten(1).mean(0) for label in range(3)])
@@ -221,7 +221,7 @@ def test_a_users_own_model(own):
     assert fitted(name, x, y).tolist() == expected.tolist()
 
 
-def test_a_users_own_model_in_a_federation(own, tmp_path):
+def test_custom_model_trains_in_a_federation(own, tmp_path):
     name = own("nearest2", NEAREST_MEAN, "nearest_mean")
     for method in ("local", "cofed"):
         summary = run(small(method, models=[name, "mlp"], rounds=2), tmp_path / method)
@@ -243,7 +243,7 @@ def test_a_users_own_model_in_a_federation(own, tmp_path):
         ("raise KeyError('lost')", r"cannot predict: KeyError: 'lost'"),
     ],
 )
-def test_what_is_no_class_is_refused(own, body, fault):
+def test_invalid_class_prediction_raises(own, body, fault):
     text = f"""
     import numpy as np
     class Odd:
@@ -266,7 +266,7 @@ PROBABLE = """
     """
 
 
-def test_probabilities_stand_in_the_columns_of_their_classes(own):
+def test_probabilities_are_in_the_columns_of_their_classes(own):
     x, y = drawn()
     name = own("sure", PROBABLE.format(body="return np.tile([0.75, 0.25], (len(x), 1))"), "sure")
     model = models.build_any(name, (2, 2), 3, seed=0)
@@ -280,7 +280,7 @@ def test_probabilities_stand_in_the_columns_of_their_classes(own):
 
 
 @pytest.mark.parametrize("name", ["sk-tree", "sk-gam", "sk-mlp"])
-def test_probabilities_are_scikit_learns(name):
+def test_probabilities_equal_scikit_learn(name):
     x, y = drawn()
     model = models.build_any(name, (2, 2), 3, seed=0)
     model.fit(x[y > 0], y[y > 0])
@@ -301,7 +301,7 @@ def test_probabilities_are_scikit_learns(name):
         ("raise KeyError('lost')", r"cannot predict: KeyError: 'lost'"),
     ],
 )
-def test_what_is_no_probability_is_refused(own, body, fault):
+def test_invalid_probability_raises(own, body, fault):
     name = own(f"unsure{abs(hash(body))}", PROBABLE.format(body=body), "sure")
     model = models.build_any(name, (2, 2), 3, seed=0)
     model.fit(*drawn())
@@ -309,7 +309,7 @@ def test_what_is_no_probability_is_refused(own, body, fault):
         model.probabilities(drawn()[0])
 
 
-def test_a_fit_that_fails_names_the_model(own):
+def test_failed_fit_raises_with_the_model_name(own):
     text = """
     class Odd:
         def fit(self, x, y): raise ValueError("too few")
@@ -322,7 +322,7 @@ def test_a_fit_that_fails_names_the_model(own):
 
 
 @pytest.mark.parametrize("method", ["felo", "fedtype"])
-def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
+def test_method_that_needs_gradients_raises_before_the_run(method, own):
     with pytest.raises(SettingsError, match=rf"without gradients, .* sk-svm, .*cofed.*{method}"):
         resolve({"method": method, "models.pool": ["mlp", "sk-svm"]})
     name = own("nearest3", NEAREST_MEAN, "nearest_mean")

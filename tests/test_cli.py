@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
     return parent, result.output
 
 
-def test_a_run_ends_with_a_table_and_a_report(tmp_path):
+def test_run_prints_a_table_and_writes_a_report(tmp_path):
     out = tmp_path / "one"
     result = CliRunner().invoke(app, ["run", "local", *OPTIONS, "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -39,14 +39,14 @@ def test_a_run_ends_with_a_table_and_a_report(tmp_path):
     assert (out / "figures" / "accuracy.png").exists()
 
 
-def test_seeds_are_run_and_compared(runs):
+def test_seeds_are_trained_and_compared(runs):
     parent, output = runs
     assert {p.name for p in parent.iterdir() if p.is_dir()} == {"seed-0", "seed-1"}
     assert (parent / "compare.html").exists()
     assert "±" in output
 
 
-def test_seeds_that_are_complete_are_not_run_again(runs, call):
+def test_complete_seeds_are_skipped(runs, call):
     parent, _ = runs
     before = (parent / "seed-0" / "metrics.jsonl").read_bytes()
     (parent / "compare.html").unlink()
@@ -70,7 +70,7 @@ def test_compare(runs, call, tmp_path):
     assert (tmp_path / "c" / "compare.md").exists()
 
 
-def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
+def test_interrupted_run_has_a_report(runs, call, tmp_path):
     import shutil
 
     parent, _ = runs
@@ -112,7 +112,7 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["methods", "velvet"], ["velvet"]),
     ],
 )
-def test_a_mistake_earns_one_line(call, words, says):
+def test_errors_have_one_line(call, words, says):
     status, _, error = call(*words)
     assert status == 2
     assert len(error.strip().splitlines()) == 1
@@ -134,14 +134,14 @@ def test_a_mistake_earns_one_line(call, words, says):
         ("partition -s data.alpha=0.1", "client-9"),
     ],
 )
-def test_what_can_be_shown(call, words, says):
+def test_list_commands_print(call, words, says):
     """test_start.py tests the other lists."""
     status, out, error = call(*words.split())
     assert status == 0, error
     assert says in out
 
 
-def test_a_presets_method_settings_are_left_out_for_the_yardstick(call, tmp_path):
+def test_baseline_ignores_method_settings_of_a_preset(call, tmp_path):
     values = gather("local", "felo-cifar10", None, [])
     config = resolve(values)
     assert config.method.name == "local"
@@ -151,7 +151,7 @@ def test_a_presets_method_settings_are_left_out_for_the_yardstick(call, tmp_path
     assert gather("local", "felo-cifar10", None, ["felo.alpha=2"])["felo.alpha"] == 2
 
 
-def test_the_later_source_wins(tmp_path):
+def test_later_source_of_settings_wins(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text("clients = 7\n[training]\nlr = 0.25\nmomentum = 0.5\n[felo]\nalpha = 3\n")
     said = gather("felo", "felo-cifar10", mine, ["lr=0.75", "data.alpha=2"], rounds="4")
@@ -170,7 +170,7 @@ def test_the_later_source_wins(tmp_path):
     )
 
 
-def test_a_file_of_version_01_is_refused_with_the_new_name(call, tmp_path):
+def test_old_setting_name_raises_with_the_new_name(call, tmp_path):
     old = tmp_path / "config.toml"
     old.write_text('method = "felo"\nlocal-epochs = 1\n\n[felo]\nalpha = 1.0\n')
     for words in (["run", "felo"], ["partition"]):
@@ -191,11 +191,11 @@ def trained_in(folder, options, before):
     return done.stdout
 
 
-def test_inline_needs_no_ray(tmp_path):
+def test_inline_backend_does_not_import_ray(tmp_path):
     trained_in(tmp_path, ["local", *OPTIONS], "sys.modules['ray'] = None")
 
 
-def test_a_model_of_ones_own(tmp_path):
+def test_custom_model_trains(tmp_path):
     (tmp_path / "mymodels.py").write_text(
         "from math import prod\n"
         "from torch import nn\n\n"
@@ -217,7 +217,7 @@ def test_a_model_of_ones_own(tmp_path):
         pytest.param("ray", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_a_run_at_once(tmp_path, backend, number):
+def test_signal_stops_a_run_at_once(tmp_path, backend, number):
     out = tmp_path / "cut"
     words = [o for o in OPTIONS if "rounds" not in o and "backend" not in o]
     command = [sys.executable, "-c", "from fedhet.cli import main; main()", "run", "local", *words]
@@ -240,7 +240,7 @@ def test_a_signal_ends_a_run_at_once(tmp_path, backend, number):
     assert result.exit_code == 0, result.output
 
 
-def test_report_writes_figures_anew(runs, call):
+def test_report_rewrites_figures(runs, call):
     import shutil
 
     parent, _ = runs
@@ -249,7 +249,7 @@ def test_report_writes_figures_anew(runs, call):
     assert (parent / "seed-0" / "figures" / "accuracy.png").exists()
 
 
-def test_a_place_that_cannot_be_written(runs, call):
+def test_unwritable_directory_raises(runs, call):
     parent, _ = runs
     status, _, error = call("compare", parent, "--out", "/proc/nowhere")
     assert status == 2
@@ -257,7 +257,7 @@ def test_a_place_that_cannot_be_written(runs, call):
     assert "/proc/nowhere" in error
 
 
-def test_a_folder_with_something_in_it_is_left_alone(call, tmp_path):
+def test_nonempty_directory_is_unchanged(call, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     status, _, error = call("run", "local", *OPTIONS, "--out", tmp_path / "full")

@@ -26,14 +26,14 @@ def play(found, outcomes, rounds=range(1, 40), members=NAMES):
     return asked, forgotten
 
 
-def test_who_answers_is_always_asked():
+def test_replying_client_is_always_eligible():
     found, notices = standing()
     asked, forgotten = play(found, {})
     assert all(names == NAMES for names in asked.values())
     assert (forgotten, notices) == ([], [])
 
 
-def test_a_client_whose_replies_are_refused_is_set_aside_by_name():
+def test_client_with_rejected_replies_is_excluded():
     found, notices = standing()
     asked, forgotten = play(found, {"b": "refused"})
     assert [round for round, names in asked.items() if "b" in names] == [1, 2, 3]
@@ -44,14 +44,14 @@ def test_a_client_whose_replies_are_refused_is_set_aside_by_name():
     )
 
 
-def test_one_good_reply_clears_a_client():
+def test_valid_reply_resets_rejections():
     found, _ = standing()
     for round, outcome in enumerate(["refused", "refused", None] * 5, start=1):
         assert found.eligible(round, NAMES) == NAMES
         found.update(round, {"b": outcome}, NAMES)
 
 
-def test_silence_between_refusals_clears_nothing():
+def test_missing_reply_does_not_reset_rejections():
     found, _ = standing(max_silences=0)
     for round, outcome in enumerate(["refused", "silent", "refused", "error", "refused"], start=1):
         found.update(round, {"b": outcome}, NAMES)
@@ -59,7 +59,7 @@ def test_silence_between_refusals_clears_nothing():
 
 
 @pytest.mark.parametrize("outcome", ["silent", "error"])
-def test_a_client_that_does_not_answer_is_asked_now_and_then(outcome):
+def test_silent_client_backs_off(outcome):
     found, notices = standing()
     asked, forgotten = play(found, {"b": outcome}, range(1, 61))
     rounds = [round for round, names in asked.items() if "b" in names]
@@ -68,7 +68,7 @@ def test_a_client_that_does_not_answer_is_asked_now_and_then(outcome):
     assert "client b has not replied in 2 consecutive rounds" in notices[0]
 
 
-def test_who_answers_again_is_asked_as_before():
+def test_reply_ends_the_backoff():
     found, _ = standing()
     play(found, {"b": "silent"}, range(1, 5))
     found.update(5, {"b": None}, NAMES)
@@ -77,14 +77,14 @@ def test_who_answers_again_is_asked_as_before():
     assert found.eligible(7, NAMES) == NAMES
 
 
-def test_zero_switches_either_off():
+def test_zero_disables_exclusion_and_backoff():
     found, _ = standing(max_refusals=0, max_silences=0)
     asked, forgotten = play(found, {"a": "refused", "b": "silent"})
     assert all(names == NAMES for names in asked.values())
     assert forgotten == []
 
 
-def test_what_a_client_that_left_contributed_is_dropped_and_it_may_come_back():
+def test_departed_client_is_forgotten_and_may_return():
     found, notices = standing()
     found.update(1, {"b": "silent"}, NAMES)
     assert found.update(2, {}, ["a", "c"]) == []
@@ -96,19 +96,19 @@ def test_what_a_client_that_left_contributed_is_dropped_and_it_may_come_back():
     assert found.eligible(6, NAMES) == NAMES, "its silence of before it left does not count"
 
 
-def test_if_all_rest_all_are_asked():
+def test_all_clients_are_eligible_if_all_back_off():
     found, _ = standing()
     asked, _ = play(found, dict.fromkeys(NAMES, "silent"), range(1, 6))
     assert all(names == NAMES for names in asked.values())
 
 
-def test_if_all_are_set_aside_the_run_ends():
+def test_run_ends_if_all_clients_are_excluded():
     found, _ = standing()
     with pytest.raises(FedhetError, match=r"round 4.*3 clients"):
         play(found, dict.fromkeys(NAMES, "refused"))
 
 
-def test_what_is_saved_decides_as_what_was():
+def test_restored_health_is_identical():
     """Restore a checkpoint from JSON during a backoff, refusals, and an absence."""
     outcomes = {"a": "refused", "b": "silent"}
     for cut in range(1, 12):

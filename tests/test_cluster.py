@@ -47,30 +47,30 @@ A, B = Machine("node-a", "10.0.0.1", 4.0, 1.0), Machine("node-b", "10.0.0.2", 2.
 
 
 @pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:6379", "head.lab:1", "[::1]:65535"])
-def test_an_address_that_is_taken(address):
+def test_valid_address_is_accepted(address):
     assert resolve({"method": "felo", ADDRESS: address}).run.engine.ray_address == address
 
 
 @pytest.mark.parametrize(
     "address", ["head", "head:", ":6379", "head:0", "head:65536", "a b:1", "http://head:1", "AUTO"]
 )
-def test_an_address_that_is_refused(address):
+def test_invalid_address_raises(address):
     with pytest.raises(SettingsError, match="HOST:PORT") as error:
         resolve({"method": "felo", ADDRESS: address})
     assert f"got {address!r}" in str(error.value)
 
 
-def test_ray_client_is_refused_with_the_reason():
+def test_ray_client_address_raises():
     with pytest.raises(SettingsError, match="HOST:PORT"):
         resolve({"method": "felo", ADDRESS: "ray://head:10001"})
 
 
-def test_a_cluster_is_nothing_for_a_run_in_one_process():
+def test_address_with_inline_backend_raises():
     with pytest.raises(SettingsError, match=r"engine\.backend.*inline"):
         resolve({"method": "felo", ADDRESS: "auto", "engine.backend": "inline"})
 
 
-def test_the_address_says_where_a_run_ran_and_may_change(tmp_path):
+def test_address_may_change_on_resume(tmp_path):
     assert ADDRESS in where_it_ran()
     before = small("felo", backend="ray", ray_address="auto")
     (tmp_path / "config.toml").write_text(before.to_toml())
@@ -83,7 +83,7 @@ def test_the_address_says_where_a_run_ran_and_may_change(tmp_path):
 # --- what the workers get -------------------------------------------------------------------
 
 
-def test_the_workers_get_our_variables_and_no_others(monkeypatch, tmp_path):
+def test_workers_get_only_the_listed_variables(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDHET_CACHE_DIR", "/cache")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -98,7 +98,7 @@ def test_the_workers_get_our_variables_and_no_others(monkeypatch, tmp_path):
     assert os.path.dirname(os.__file__) not in found["PYTHONPATH"].split(":")
 
 
-def test_the_code_of_a_run_is_sent_and_pythons_own_is_not(monkeypatch, tmp_path):
+def test_user_code_is_sent_and_the_standard_library_is_not(monkeypatch, tmp_path):
     (tmp_path / "mypack" / "inner").mkdir(parents=True)
     (tmp_path / "mypack" / "__init__.py").touch()
     (tmp_path / "mymodule.py").touch()
@@ -119,7 +119,7 @@ def needs(directory, **changes):
     return wanted
 
 
-def test_a_machine_that_has_all_finds_no_fault_and_leaves_nothing(tmp_path):
+def test_complete_machine_has_no_faults_and_no_leftovers(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "b.bin").write_bytes(b"4567")
     path = str(tmp_path / "data")
@@ -128,7 +128,7 @@ def test_a_machine_that_has_all_finds_no_fault_and_leaves_nothing(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # what was written to try is gone
 
 
-def test_a_listing_has_the_names_and_sizes_of_all_files(tmp_path):
+def test_listing_digests_names_and_sizes_of_all_files(tmp_path):
     (tmp_path / "data" / "train").mkdir(parents=True)
     (tmp_path / "data" / "train" / "a.bin").write_bytes(b"123")
     (tmp_path / "data" / "b.bin").write_bytes(b"4567")
@@ -174,14 +174,14 @@ def test_each_fault_is_one_line(change, words, tmp_path):
     assert "\n" not in line
 
 
-def test_a_directory_that_only_looks_the_same_is_not_it(tmp_path):
+def test_directory_with_another_token_is_a_fault(tmp_path):
     wanted = needs(tmp_path)
     (tmp_path / wanted.token).write_text("of another run")
     (line,) = faults(wanted)
     assert "a file with other content" in line
 
 
-def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_directory_is_a_fault(tmp_path, monkeypatch):
     wanted = needs(tmp_path)
 
     def readable(path, mode="r", **given):
@@ -194,7 +194,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
     assert line.startswith(f"cannot write to the run's directory {tmp_path} (Read-only")
 
 
-def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
+def test_inspection_imports_only_the_standard_library():
     root = Path(inspection.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-S", "-c", "import fedhet.engines.inspection"],
@@ -203,7 +203,7 @@ def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_a_run_needs(tmp_path):
+def test_needs_contain_data_modules_and_device(tmp_path):
     (tmp_path / "images").mkdir()
     chosen = {"data.dataset": f"imagefolder:{tmp_path}/images", "models.pool": ["os:getcwd", "mlp"]}
     config = absolute(resolve({"method": "felo", **chosen}))
@@ -215,14 +215,14 @@ def test_what_a_run_needs(tmp_path):
     assert wanted.directory == str(tmp_path / "run")
 
 
-def test_what_this_machine_lacks_too_is_said_elsewhere(tmp_path, monkeypatch):
+def test_packages_missing_here_are_not_required(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "REQUIRED", ("flwr", "nomod"))
     wanted = needs_of(absolute(small("felo", backend="ray")), tmp_path)
     assert "flwr" in wanted.modules
     assert "nomod" not in wanted.modules
 
 
-def test_where_data_lies(tmp_path):
+def test_paths_of_datasets(tmp_path):
     (tmp_path / "hub").mkdir()
 
     def of(dataset, **others):
@@ -252,7 +252,7 @@ def answering(monkeypatch, **answers):
     monkeypatch.setattr(cluster, "pinned", pinned)
 
 
-def test_one_fault_is_the_error_and_several_are_its_notes(tmp_path, monkeypatch, capsys):
+def test_several_faults_are_notes_of_the_error(tmp_path, monkeypatch, capsys):
     wanted = needs_of(absolute(small("felo", backend="ray")), tmp_path)
     machines = [replace(A, address="a"), replace(B, address="b")]
     answering(monkeypatch, a=[], b=["has PyTorch\n1.0"])
@@ -283,7 +283,7 @@ def node(name, address, alive=True, **has):
     return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": has}
 
 
-def test_the_machines_that_are_there(monkeypatch):
+def test_running_machines_are_listed(monkeypatch):
     nodes = [
         node("b", "10.0.0.2", CPU=2.0, memory=5.0),
         node("dead", "10.0.0.3", alive=False),
@@ -299,7 +299,7 @@ def test_the_machines_that_are_there(monkeypatch):
     ]  # fmt: skip
 
 
-def test_machines_without_processors_are_not_asked():
+def test_machines_without_cpus_are_not_used():
     head = Machine("head", "10.0.0.9", 0.0, 0.0)
     assert usable_machines([head, A, B], EngineSettings(cpus_per_client=2.0)) == [A, B]
     assert usable_machines([head, A, B], EngineSettings(cpus_per_client=3.0)) == [A]
@@ -307,7 +307,7 @@ def test_machines_without_processors_are_not_asked():
         usable_machines([head, A, B], EngineSettings(cpus_per_client=5.0))
 
 
-def test_workers_are_dealt_to_machines_in_turn():
+def test_workers_are_placed_round_robin():
     engine = EngineSettings()
     assert place_workers([A, B], engine, 100, on_gpu=False) == [A, B, A, B, A, A]
     assert place_workers([A, B], engine, 3, on_gpu=False) == [A, B, A]
@@ -380,7 +380,7 @@ def pool(ray, *machines):
     return WorkerPool(machines, ray.start, said.append), said
 
 
-def test_who_finds_too_little_memory_is_asked_while_nobody_else_is(ray):
+def test_client_out_of_memory_is_called_alone(ray):
     """The other clients finish first and release their memory. No client starts before it ends."""
     workers, said = pool(ray, A, B)
     events, free, first = [], threading.Event(), threading.Event()
@@ -419,7 +419,7 @@ def lost(*_):
     return Ray.exceptions.RayError("died")
 
 
-def test_a_client_of_a_lost_worker_is_asked_again_on_another(ray):
+def test_client_of_a_lost_worker_is_called_on_another(ray):
     workers, said = pool(ray, A, B)
     used = []
 
@@ -435,7 +435,7 @@ def test_a_client_of_a_lost_worker_is_asked_again_on_another(ray):
     assert "is called on another worker" in line
 
 
-def test_a_client_whose_workers_are_lost_twice_fails_and_the_next_is_served(ray):
+def test_client_fails_after_two_lost_workers(ray):
     workers, said = pool(ray, A, B)
     with pytest.raises(LostError, match="RayError"):
         workers.run("client-0", lost, None)
@@ -448,7 +448,7 @@ def test_a_client_whose_workers_are_lost_twice_fails_and_the_next_is_served(ray)
     assert [actor.machine for actor in ray.started] == [A, B, A, B]
 
 
-def test_no_dead_worker_is_used_again_though_its_machine_is_gone(ray):
+def test_dead_worker_is_not_used_again(ray):
     workers, said = pool(ray, A, B)
     ray.gone = {A}
     for _ in range(6):
@@ -459,7 +459,7 @@ def test_no_dead_worker_is_used_again_though_its_machine_is_gone(ray):
     assert sum("no worker can start on 10.0.0.1" in line for line in said) == 1
 
 
-def test_if_all_machines_are_gone_the_run_ends(ray):
+def test_run_ends_if_all_machines_are_lost(ray):
     workers, _ = pool(ray, A, B)
     clients = ReachableClients(workers, 0)
     assert clients.all() == {}
@@ -473,7 +473,7 @@ def test_if_all_machines_are_gone_the_run_ends(ray):
         clients.all()
 
 
-def test_a_worker_that_is_late_is_replaced(ray):
+def test_late_worker_is_replaced(ray):
     workers, _ = pool(ray, A)
     with pytest.raises(TimeoutError):
         workers.run("client-0", lambda _: Ray.exceptions.GetTimeoutError(), 1.0)
@@ -483,7 +483,7 @@ def test_a_worker_that_is_late_is_replaced(ray):
     assert used[0] is ray.started[1]
 
 
-def test_each_worker_has_one_task_at_a_time(ray):
+def test_each_worker_runs_one_task_at_a_time(ray):
     workers, _ = pool(ray, A, B)
     working, most, lock = [], [], threading.Lock()
 
@@ -505,7 +505,7 @@ def test_each_worker_has_one_task_at_a_time(ray):
     assert max(most) == 2
 
 
-def test_a_wait_for_a_busy_worker_ends_in_time(ray):
+def test_wait_for_a_busy_worker_times_out(ray):
     workers, _ = pool(ray, A)
     held, free = threading.Event(), threading.Event()
 
@@ -523,7 +523,7 @@ def test_a_wait_for_a_busy_worker_ends_in_time(ray):
     assert workers.run("other", lambda _: "reply", 5.0) == "reply"
 
 
-def test_a_cluster_whose_processors_are_taken_is_named(ray, monkeypatch):
+def test_busy_cluster_raises(ray, monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: ([], refs))
     workers, _ = pool(ray, A)
     with pytest.raises(FedhetError, match=r"0\.05 s"):
@@ -533,7 +533,7 @@ def test_a_cluster_whose_processors_are_taken_is_named(ray, monkeypatch):
 # --- the workers ----------------------------------------------------------------------------
 
 
-def test_a_failed_client_says_why_in_words(tmp_path, ray):
+def test_failed_client_reports_reason_and_traceback(tmp_path, ray):
     worker = Worker(small("felo"), str(tmp_path))
     failed = worker.call(0, "no_such_method", None)
     assert isinstance(failed, Failed)
@@ -550,7 +550,7 @@ def test_a_failed_client_says_why_in_words(tmp_path, ray):
 # --- joining --------------------------------------------------------------------------------
 
 
-def test_a_refused_run_leaves_no_directory(tmp_path):
+def test_rejected_run_leaves_no_directory(tmp_path):
     (tmp_path / "there").mkdir()
     directory = tmp_path / "there" / "a" / "run"
     seen = []
@@ -566,7 +566,7 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
     assert list((tmp_path / "there").iterdir()) == []
 
 
-def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
+def test_existing_run_is_unchanged(tmp_path):
     (tmp_path / "config.toml").write_text("")
     with (
         pytest.raises(StateError),
@@ -578,7 +578,7 @@ def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
     assert (tmp_path / "config.toml").exists()
 
 
-def test_an_address_without_a_cluster_costs_one_line(tmp_path):
+def test_unreachable_cluster_raises(tmp_path):
     config = small("felo", backend="ray", ray_address="127.0.0.1:1")
     with (
         pytest.raises(FedhetError, match=r"127\.0\.0\.1:1"),
@@ -588,7 +588,7 @@ def test_an_address_without_a_cluster_costs_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_has_joined_already_is_told(monkeypatch):
+def test_joining_twice_raises(monkeypatch):
     joined_ray = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "ray", joined_ray)
     with pytest.raises(FedhetError, match=r"ray\.shutdown"):

@@ -140,7 +140,7 @@ def summary(directory: Path) -> dict:
     return without_times(json.loads((directory / "summary.json").read_text()))
 
 
-def test_a_joined_machine_gives_the_numbers_of_this_process_and_goes_on(tmp_path):
+def test_joined_machine_gives_identical_metrics(tmp_path):
     ports = free_ports(3)
     with short_folder() as sockets, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of no account where the run names another
@@ -187,7 +187,7 @@ def wait_for(port: int) -> None:
     raise AssertionError("Ray has not started")
 
 
-def test_two_machines_give_the_numbers_of_one(head, tmp_path):
+def test_two_machines_give_identical_metrics(head, tmp_path):
     with second(head):
         said, faults = ended(started(small(backend="ray"), head, tmp_path / "run"))
     assert "starting with 2 workers on 2 machines" in said, faults
@@ -195,7 +195,7 @@ def test_two_machines_give_the_numbers_of_one(head, tmp_path):
     assert summary(tmp_path / "run") == summary(tmp_path / "inline")
 
 
-def test_a_machine_with_another_fedhet_and_without_the_users_modules_gets_both(head, tmp_path):
+def test_machine_receives_fedhet_and_user_modules(head, tmp_path):
     """The code directories of the first machine are empty on the second machine."""
     mine, other = tmp_path / "mine", tmp_path / "other"
     shutil.copytree(ROOT / "fedhet", mine / "fedhet")
@@ -217,7 +217,7 @@ def test_a_machine_with_another_fedhet_and_without_the_users_modules_gets_both(h
     assert summary(tmp_path / "run") == summary(tmp_path / "inline")
 
 
-def test_without_a_shared_directory_nothing_is_trained(head, tmp_path):
+def test_missing_shared_directory_raises(head, tmp_path):
     """The second machine sees neither the run's directory nor the data."""
     mine = tmp_path / "mine"
     (mine / "data").mkdir(parents=True)
@@ -244,7 +244,7 @@ def test_without_a_shared_directory_nothing_is_trained(head, tmp_path):
     assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "run.toml"]
 
 
-def test_a_machine_killed_in_mid_round_costs_no_round_and_no_number(head, tmp_path):
+def test_killed_machine_does_not_change_metrics(head, tmp_path):
     slow = small(backend="ray", rounds=4, stragglers=1.0, slowdown=60.0)
     out = tmp_path / "run"
     with second(head):

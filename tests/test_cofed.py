@@ -61,7 +61,7 @@ def first_round(config, directory):
 # --- what travels ---------------------------------------------------------------------------
 
 
-def test_an_upload_is_one_small_integer_an_instance_and_the_label_space(tmp_path):
+def test_upload_is_one_small_integer_per_sample_and_the_label_space(tmp_path):
     server, answers = first_round(cofed(), tmp_path / "run")
     public = len(server.strategy.public_set(labeled=False))
     assert public == 280
@@ -77,7 +77,7 @@ def test_an_upload_is_one_small_integer_an_instance_and_the_label_space(tmp_path
         assert size < public + 600  # three .npy headers and the manifest
 
 
-def test_the_last_round_sends_nothing_back(tmp_path):
+def test_last_round_sends_no_labels(tmp_path):
     server, _ = first_round(cofed(), tmp_path / "run")
     asked = server.ask(2)
     assert all(instruction_of(each).scalars == {"predict": False} for each in asked)
@@ -98,7 +98,7 @@ def vote_by_hand(votes, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6])
-def test_each_client_receives_the_classes_of_its_own_space(tmp_path, alpha):
+def test_clients_receive_only_their_classes(tmp_path, alpha):
     server, answers = first_round(cofed(**{"cofed.threshold": alpha}), tmp_path / "run")
     votes = {
         proxy.name: [reply_of(result).tensors[k].tolist() for k in ("predictions", "space")]
@@ -144,7 +144,7 @@ GOOD = np.zeros(280, np.uint8)
         ({"predictions": GOOD.astype(np.int64), "space": uint8(0)}, "dtype uint8, got int64"),
     ],
 )
-def test_a_bad_vote_is_dropped_and_the_round_goes_on(tmp_path, tensors, fault):
+def test_invalid_vote_is_dropped(tmp_path, tensors, fault):
     server = Server(cofed(), tmp_path / "run")
     asked = server.ask(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
@@ -159,7 +159,7 @@ def test_a_bad_vote_is_dropped_and_the_round_goes_on(tmp_path, tensors, fault):
     assert set(server.strategy.votes) == {proxy.name for proxy, _ in asked[1:]}
 
 
-def test_credibility_by_samples_weighs_the_votes(tmp_path):
+def test_credibility_by_samples_weights_votes(tmp_path):
     equal, _ = first_round(cofed(), tmp_path / "equal")
     by_samples, _ = first_round(
         cofed(**{"cofed.credibility": "samples", "label-space": [1, 3]}), tmp_path / "samples"
@@ -198,13 +198,13 @@ def test_given_weights_decide_the_vote(tmp_path):
     ["sample", "", "client-0", "client-0=", "client-0=x", "client-0=-1", "client-0=nan",
      "client-0=inf", "../x=1", "client-0=1,"],
 )  # fmt: skip
-def test_a_credibility_that_cannot_be_is_refused(text):
+def test_invalid_credibility_raises(text):
     given = parse_pairs([f"cofed.credibility={text}"])
     with pytest.raises(SettingsError, match=r"equal.*samples"):
         resolve({"method": "cofed", **given})
 
 
-def test_weights_by_name_are_a_map(tmp_path):
+def test_weights_by_name_are_parsed(tmp_path):
     given = parse_pairs(["cofed.credibility= site-a = 2, site-b=0.5"])
     assert given == {"cofed.credibility": {"site-a": 2, "site-b": 0.5}}
     config = resolve({"method": "cofed", **given})
@@ -216,13 +216,13 @@ def test_weights_by_name_are_a_map(tmp_path):
         parse_pairs(["cofed.credibility=client-0=1,client-0=2"])
 
 
-def test_a_weight_of_an_unknown_client_is_refused(tmp_path):
+def test_weight_of_an_unknown_client_raises(tmp_path):
     config = cofed(**{"cofed.credibility": {"client-1": 2, "clint-3": 5}})
     with pytest.raises(SettingsError, match=r"clint-3.*client-3"):
         Server(config, tmp_path / "run")
 
 
-def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
+def test_weight_of_an_absent_client_is_noted(tmp_path, monkeypatch):
     server = Server(cofed(**{"cofed.credibility": {"client-3": 5}}), tmp_path / "run")
     notices = []
     monkeypatch.setattr(server.log, "notice", notices.append)
@@ -246,7 +246,7 @@ def two_best_by_hand(model, client):
     return [space[k] for k in shares.argmax(1)], np.array(ahead)
 
 
-def test_a_network_abstains_where_its_two_best_classes_are_close(tmp_path):
+def test_network_abstains_if_its_two_best_classes_are_close(tmp_path):
     client = opened(cofed(models="mlp", **{"cofed.margin": 0.3, "local-epochs": 15}), tmp_path)
     sent = client.train(1, Knowledge(scalars={"predict": True})).tensors["predictions"]
     best, ahead = two_best_by_hand(client.models["private"], client)
@@ -260,7 +260,7 @@ def test_a_network_abstains_where_its_two_best_classes_are_close(tmp_path):
     assert client._predictions().tensors["predictions"].tolist() == best
 
 
-def test_a_tree_abstains_by_its_probabilities_and_an_svm_never(tmp_path):
+def test_tree_abstains_by_probabilities_and_svm_never(tmp_path):
     from sklearn.tree import DecisionTreeClassifier
 
     margin = {"cofed.margin": 0.9}
@@ -280,7 +280,7 @@ def test_a_tree_abstains_by_its_probabilities_and_an_svm_never(tmp_path):
     assert (sent == 5).any()
 
 
-def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
+def test_federation_with_abstentions_equals_algorithm_1(tmp_path):
     config = cofed(**{"cofed.margin": 0.3, "cofed.threshold": 0.3, "models": "mlp"})
     server, answers = first_round(config, tmp_path / "run")
     votes = [
@@ -300,7 +300,7 @@ def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
     ("margin", "said_", "fault"),
     [(0.0, 5, "must be from 0 to 4, got 5"), (0.3, 6, "must be from 0 to 5, got 6")],
 )
-def test_abstaining_is_refused_unless_participants_may(tmp_path, margin, said_, fault):
+def test_abstention_raises_unless_enabled(tmp_path, margin, said_, fault):
     server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
     asked = server.ask(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
@@ -313,7 +313,7 @@ def test_abstaining_is_refused_unless_participants_may(tmp_path, margin, said_, 
     ("classes", "margin", "dtype"),
     [(256, 0.0, "uint8"), (255, 0.3, "uint8"), (256, 0.3, "uint16")],
 )
-def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype):
+def test_abstention_widens_the_type_only_if_needed(classes, margin, dtype):
     strategy = CofedStrategy.__new__(CofedStrategy)
     strategy.settings = CofedStrategy.spec.settings(margin=margin)
     strategy.instances = 1
@@ -345,7 +345,7 @@ SITES = {
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
+def test_local_training_and_update_use_the_client_optimizer(tmp_path, site):
     """Sections 4.5 and 5.2: both trainings use its optimizer, rate, and epochs.
 
     The first training also uses its batch size.
@@ -383,7 +383,7 @@ def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
     train(x, y, 40, client.generator(2, "update"))
 
 
-def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
+def test_classical_model_is_fitted_on_local_and_public_data(tmp_path):
     client = opened(cofed(models="sk-tree"), tmp_path)
     client.train(1, Knowledge(scalars={"predict": True}))
     client.state.metadata["participations"] = 1
@@ -400,7 +400,7 @@ def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
     )
 
 
-def test_predictions_stay_in_the_label_space_whatever_the_network_says(tmp_path):
+def test_predictions_stay_in_the_label_space(tmp_path):
     client = opened(cofed(models="mlp"), tmp_path)
     foreign = next(c for c in range(5) if c not in client.space.tolist())
     with torch.no_grad():
@@ -408,7 +408,7 @@ def test_predictions_stay_in_the_label_space_whatever_the_network_says(tmp_path)
     assert set(client._predictions().tensors["predictions"].tolist()) <= set(client.space.tolist())
 
 
-def test_the_public_labels_are_not_read(tmp_path, monkeypatch):
+def test_public_labels_are_not_read(tmp_path, monkeypatch):
     seen = []
     client = opened(cofed(), tmp_path)
     before = client.public_set
@@ -422,14 +422,14 @@ def test_the_public_labels_are_not_read(tmp_path, monkeypatch):
     assert seen == [False]
 
 
-def test_the_first_round_is_training_alone(tmp_path):
+def test_first_round_is_local_training(tmp_path):
     first = run(cofed(), tmp_path / "cofed")
     alone = run(small("local", **{**TASKS, "rounds": 1}), tmp_path / "local")
     before = first["accuracy"]["common"]["local"]["per_client"]
     assert before == alone["accuracy"]["common"]["private"]["per_client"]
 
 
-def test_who_comes_late_trains_alone_first(tmp_path):
+def test_late_client_trains_locally_first(tmp_path):
     server = Server(cofed(), tmp_path / "run")
     asked = server.ask(1)
     server.flower.aggregate_fit(1, server.answers(asked[1:]), [])
@@ -446,7 +446,7 @@ def test_who_comes_late_trains_alone_first(tmp_path):
     assert record["relative"]["common"]["per_client"][late] == 1
 
 
-def test_those_who_vote_are_those_who_are_taught(tmp_path):
+def test_voters_receive_labels(tmp_path):
     run(cofed(fraction=0.5), tmp_path / "run")
     first, last = records(tmp_path / "run")
     assert len(first["asked"]) == 2
@@ -458,12 +458,12 @@ def test_those_who_vote_are_those_who_are_taught(tmp_path):
 # --- rounds, figures, state -----------------------------------------------------------------
 
 
-def test_rounds_follow_from_the_iterations():
+def test_rounds_equal_iterations_plus_one():
     for preset in (name for name in preset_names() if name.startswith("cofed-")):
         assert resolve({**read_preset(preset), "cofed.iterations": 2}).run.rounds == 3
 
 
-def test_iterations_vote_anew(tmp_path):
+def test_each_iteration_votes_again(tmp_path):
     summary = run(cofed(**{"cofed.iterations": 2}), tmp_path / "run")
     assert summary["rounds"] == 3
     figures = [record["method"] for record in records(tmp_path / "run")]
@@ -472,7 +472,7 @@ def test_iterations_vote_anew(tmp_path):
     assert figures[2] == {}
 
 
-def test_relative_accuracy_is_after_over_before(tmp_path):
+def test_relative_accuracy_is_the_ratio_after_to_before(tmp_path):
     summary = run(cofed(), tmp_path / "run", report=True)
     first, last = records(tmp_path / "run")
     for protocol in ("common", "personal"):
@@ -495,7 +495,7 @@ def test_relative_accuracy_is_after_over_before(tmp_path):
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_server_continues_from_its_checkpoint(tmp_path, at):
+def test_server_resumes_from_its_checkpoint(tmp_path, at):
     config = cofed(**{"cofed.iterations": 2, "cofed.credibility": "samples"})
     server, _ = first_round(config, tmp_path / "run")
     if at == 2:
@@ -514,7 +514,7 @@ def test_a_server_continues_from_its_checkpoint(tmp_path, at):
 
 @pytest.mark.parametrize("model", ["mlp", "sk-tree", "sk-mlp"])
 @pytest.mark.parametrize("method", ["cofed", "local"])
-def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
+def test_restored_client_is_identical(tmp_path, model, method):
     config = small(method, **{**TASKS, "rounds": 2, "models": model})
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
@@ -534,7 +534,7 @@ def test_a_client_is_the_same_from_its_saved_state(tmp_path, model, method):
     assert suffixes == {".safetensors", ".npy"}, "models, and counts of predictions"
 
 
-def test_what_a_refused_client_measured_does_not_count(tmp_path):
+def test_metrics_of_a_rejected_client_are_ignored(tmp_path):
     server = Server(cofed(), tmp_path / "run")
     answers = server.answers(server.ask(1))
 

@@ -58,12 +58,12 @@ PAPER = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_a_preset_has_the_papers_numbers(name):
+def test_preset_has_the_papers_numbers(name):
     found = resolve(read_preset(name)).flat()
     assert {key: found[key] for key in PAPER[name]} == PAPER[name]
 
 
-def test_every_preset_of_cofed_is_an_experiment_of_the_paper_or_our_own():
+def test_every_cofed_preset_is_known():
     ours = {"cofed-digits"}
     assert {n for n in preset_names() if n.startswith("cofed-")} == PAPER.keys() | ours
 
@@ -90,7 +90,7 @@ def test_adult_gives_each_client_two_hundred_rows_and_each_kind_25_clients():
 
 @pytest.mark.parametrize("name", ["cofed-cifar100-iid", "cofed-cifar100-non-iid", "cofed-femnist"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_hundred_randomly_generated_cnns_of_two_or_three_layers(name, seed):
+def test_hundred_randomly_generated_cnns_of_two_or_three_layers(name, seed):
     """Compare with Section 5.1, and with the widths in Table 1."""
     run = resolve({**read_preset(name), "seed": seed}).run
     assigned = models.assign(run.models.pool, run.clients, run.seed, run.models.assignment)

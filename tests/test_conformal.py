@@ -161,12 +161,12 @@ def test_mass_above_and_rank_of_random_probabilities(classes):
             assert rank[i, y].item() == reference_rank(row, y)
 
 
-def test_mass_above_and_rank_of_no_sample():
+def test_mass_above_and_rank_of_an_empty_batch():
     rho, rank = mass_above_and_rank(torch.empty(0, 7))
     assert rho.shape == rank.shape == (0, 7)
 
 
-def test_mass_above_and_rank_leave_the_probabilities_alone():
+def test_mass_above_and_rank_do_not_change_probabilities():
     probabilities = torch.rand(5, 8).softmax(1)
     before = probabilities.clone()
     mass_above_and_rank(probabilities)
@@ -232,7 +232,7 @@ def test_prediction_sets_match_a_loop_over_samples(seed, classes, temperature, t
             assert row[found.pop()] == max(row)
 
 
-def test_an_empty_set_becomes_the_most_likely_label():
+def test_empty_set_becomes_the_most_likely_label():
     logits, _ = some_logits(0, 40, 6)
     nothing = Calibration(torch.tensor(1.0), torch.tensor(-1.0))
     sets = prediction_sets(logits, nothing, torch.ones(40), penalty=0.5, k_reg=5)
@@ -240,14 +240,14 @@ def test_an_empty_set_becomes_the_most_likely_label():
 
 
 @pytest.mark.parametrize("classes", [1, 2, 10, 100])
-def test_an_infinite_threshold_admits_every_class(classes):
+def test_infinite_threshold_includes_every_class(classes):
     logits, _ = some_logits(1, 30, classes, scale=30.0)
     everything = Calibration(torch.tensor(1.0), torch.tensor(torch.inf))
     assert prediction_sets(logits, everything, torch.rand(30), penalty=2.0, k_reg=0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sets_of_half_precision_logits_are_those_of_their_values(dtype):
+def test_sets_of_half_precision_logits_equal_those_in_float32(dtype):
     logits = some_logits(3, 60, 10)[0].to(dtype)
     calibration, u = Calibration(torch.tensor(1.4), torch.tensor(0.9)), torch.rand(60)
     sets = prediction_sets(logits, calibration, u, penalty=0.5, k_reg=5)
@@ -276,7 +276,7 @@ def test_top_sets(size):
 
 
 @pytest.mark.parametrize("size", [1, 3, 6])
-def test_top_sets_of_equally_likely_labels_have_the_size(size):
+def test_top_sets_with_ties_have_the_requested_size(size):
     assert top_sets(torch.zeros(4, 6), size).sum(1).tolist() == [size] * 4
 
 
@@ -299,7 +299,7 @@ def test_consensus_matches_python_sets(seed, classes):
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("delta", [-1.0, -0.7, -0.25, -0.01])
-def test_the_four_penalties_where_accuracy_falls(delta, lambda_):
+def test_penalties_if_accuracy_falls(delta, lambda_):
     assert dynamic_penalty(delta, lambda_, "g1") == pytest.approx(lambda_ * delta - delta + lambda_)
     assert dynamic_penalty(delta, lambda_, "g2") == lambda_
     assert dynamic_penalty(delta, lambda_, "g3") == pytest.approx(lambda_ * delta * delta + lambda_)
@@ -310,12 +310,12 @@ def test_the_four_penalties_where_accuracy_falls(delta, lambda_):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("delta", [0.0, -0.0, 1e-9, 0.3, 1.0])
-def test_the_penalty_is_lambda_where_accuracy_does_not_fall(delta, form):
+def test_penalty_is_lambda_if_accuracy_does_not_fall(delta, form):
     assert dynamic_penalty(delta, 0.5, form) == 0.5
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_penalty_never_falls_below_lambda_and_grows_as_accuracy_falls(form):
+def test_penalty_is_at_least_lambda_and_grows_as_accuracy_falls(form):
     values = [dynamic_penalty(delta, 0.5, form) for delta in np.linspace(-1, 0, 101).tolist()]
     assert all(value >= 0.5 for value in values)
     if form != "g2":
@@ -323,7 +323,7 @@ def test_the_penalty_never_falls_below_lambda_and_grows_as_accuracy_falls(form):
 
 
 @pytest.mark.parametrize("form", ["g1", "g3", "g4"])
-def test_sets_shrink_in_earnest(form):
+def test_penalty_shrinks_sets(form):
     logits, labels = some_logits(7, 500, 20, scale=0.5)
     u = torch.rand(500, generator=torch.Generator().manual_seed(7))
     calibration = calibrate(logits, labels, u, theta=0.1, raps=Raps())
@@ -355,14 +355,14 @@ def test_conformal_quantile_with_ties_matches_brute_force(scores, theta):
     st.lists(st.integers(0, 12), min_size=1, max_size=60),
     st.sampled_from([0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.9]),
 )
-def test_the_plain_quantile_is_numpys_higher_one(scores, theta):
+def test_plain_quantile_equals_numpy_higher(scores, theta):
     """RAPS' published code takes np.quantile(scores, 1 - theta, method="higher")."""
     tau = conformal_quantile(torch.tensor(scores, dtype=torch.float32), theta, corrected=False)
     assert tau.item() == np.quantile(scores, 1 - theta, method="higher")
 
 
 @pytest.mark.parametrize("samples", [*range(1, 121), 199, 499, 999, 1999, 9999, 99999])
-def test_no_floating_hair_moves_the_quantile(samples):
+def test_rounding_errors_do_not_move_the_quantile(samples):
     scores = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)).float()
     for hundredths in range(5, 51):
         position = math.ceil((samples + 1) * (1 - Fraction(hundredths, 100)))
@@ -376,7 +376,7 @@ def test_no_floating_hair_moves_the_quantile(samples):
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0, 20.0])
 @pytest.mark.parametrize(("samples", "classes"), [(1, 2), (1, 10), (5, 10), (9, 3), (300, 100)])
-def test_temperature_is_that_of_autograd_and_sgd(samples, classes, scale):
+def test_temperature_equals_autograd_with_sgd(samples, classes, scale):
     for seed in range(5):
         logits, labels = some_logits(seed, samples, classes, scale)
         expected = reference_temperature(logits, labels)
@@ -495,7 +495,7 @@ def test_coverage_is_exact(digits_pool, samples, theta, real):
 @pytest.mark.parametrize("theta", ["0.05", "0.1", "0.3"])
 @pytest.mark.parametrize("samples", [30, 100])
 @pytest.mark.parametrize("factor", [1.0, 3.0, None])
-def test_plain_sets_after_calibrate_hold_the_truth(digits_pool, samples, theta, factor):
+def test_calibrated_sets_contain_the_label(digits_pool, samples, theta, factor):
     """Calibrate as in training, with the temperature.
 
     The logits are calibrated, overconfident, or real.
@@ -541,7 +541,7 @@ def test_imitation_loss_and_gradient_match_a_loop_over_samples(seed, classes, av
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_losses_take_half_precision(dtype):
+def test_losses_support_half_precision(dtype):
     rng = np.random.default_rng(0)
     teacher, student = (some_logits(seed, 16, 10)[0].to(dtype) for seed in (0, 1))
     student.requires_grad_()
@@ -578,7 +578,7 @@ def test_ranks_without_a_penalty(labels, free):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_everything_stays_on_its_device(device):
+def test_results_stay_on_their_device(device):
     logits, labels = some_logits(0, 200, 20)
     u = torch.rand(200, generator=torch.Generator().manual_seed(0))
     there = [tensor.to(device) for tensor in (logits, labels, u)]

@@ -38,7 +38,7 @@ TAIL = [
 ]
 
 
-def test_an_error_of_ours_is_one_line():
+def test_fedhet_error_is_one_line():
     lines = [*HEAD, "fedhet.base.errors.StateError: runs/first holds a run already\n", *TAIL]
     assert list(filter_log(lines)) == [
         "note: waiting for 3 clients, 2 are there",
@@ -47,16 +47,16 @@ def test_an_error_of_ours_is_one_line():
 
 
 @pytest.mark.parametrize("tail", [TAIL, []])
-def test_any_other_error_comes_with_its_traceback(tail):
+def test_other_error_has_its_traceback(tail):
     said = list(filter_log([*HEAD, "ValueError: 3\n", *tail]))
     assert said == [HEAD[1].rstrip(), *(line.rstrip() for line in HEAD[3:]), "ValueError: 3"]
 
 
-def test_a_traceback_that_is_cut_off_is_not_lost():
+def test_truncated_traceback_is_printed():
     assert list(filter_log(HEAD))[1:] == [line.rstrip() for line in HEAD[3:]]
 
 
-def test_a_refusal_comes_without_colors_and_frames(monkeypatch, tmp_path):
+def test_error_has_no_colors_or_frames(monkeypatch, tmp_path):
     said = (
         "╭─ Error ─────╮\n│ Connection is │\n│ unavailable.  │\n╰───────────────╯\n\x1b[91mx\x1b[0m"
     )
@@ -67,7 +67,7 @@ def test_a_refusal_comes_without_colors_and_frames(monkeypatch, tmp_path):
     assert str(caught.value) == "`flwr list` failed: Error Connection is unavailable. x"
 
 
-def test_a_server_that_has_just_started_is_tried_again(monkeypatch, tmp_path):
+def test_starting_server_is_retried(monkeypatch, tmp_path):
     refusal = '{"success": false, "error-message": "Connection to the SuperLink is unavailable. P"}'
     left = [refusal, refusal, '{"run-id": 7}']
     clock = iter(range(100))
@@ -105,7 +105,7 @@ insecure = true
 
 
 @pytest.mark.parametrize("where", [".", control.CONNECTION])
-def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, where):
+def test_project_in_the_working_directory_is_ignored(monkeypatch, tmp_path, where):
     """Flower reads an old project file in any working directory, and rewrites its configuration."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(control, "START_SECONDS", 0)
@@ -126,7 +126,7 @@ def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, 
     assert project.read_text() == PROJECT.replace("NAME", control.CONNECTION)
 
 
-def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
+def test_server_that_does_not_listen_raises(monkeypatch, tmp_path):
     sent = []
     monkeypatch.setattr(Connection, "flwr", lambda self, *words: sent.append(words))
     make(tmp_path / "keys", [], [], 30)
@@ -162,7 +162,7 @@ def listening(keys, reply=b"HTTP/1.1 400 Bad Request\r\n\r\n"):
         server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_path, call):
+def test_invalid_ca_or_key_raises_before_flower_is_called(monkeypatch, tmp_path, call):
     """Flower's command line would print a JSON object."""
     monkeypatch.setattr(Connection, "flwr", lambda self, *words: pytest.fail("it was called"))
     for name in ("one", "other"):
@@ -193,7 +193,7 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
     assert "expected HOST:PORT" in words["no port"]
 
 
-def test_a_command_that_is_terminated_leaves_no_folder(monkeypatch, tmp_path):
+def test_terminated_command_leaves_no_directory(monkeypatch, tmp_path):
     for step in ("prepare", "check_reachable"):
         monkeypatch.setattr(Connection, step, lambda self: None)
     homes = []
@@ -209,7 +209,7 @@ def test_a_command_that_is_terminated_leaves_no_folder(monkeypatch, tmp_path):
     assert not homes[0].exists()
 
 
-def test_a_site_that_has_never_connected_is_listed_so(capsys):
+def test_site_that_never_connected_is_listed(capsys):
     since = datetime(2026, 1, 2, tzinfo=UTC)
     deploy._list_sites(
         [
@@ -222,14 +222,14 @@ def test_a_site_that_has_never_connected_is_listed_so(capsys):
     assert second == "site-b offline 2026-01-02 00:00:00 2"
 
 
-def test_an_error_in_flowers_json_is_its_message(monkeypatch, tmp_path):
+def test_error_in_flower_json_is_the_message(monkeypatch, tmp_path):
     done = subprocess.CompletedProcess([], 1, '{"success": false, "error-message": "No\\nrun"}', "")
     monkeypatch.setattr(control.subprocess, "run", lambda *words, **options: done)
     with pytest.raises(FedhetError, match=r"flwr list.*No run"):
         Connection(tmp_path, "h:1", Path("ca.crt")).flwr("list")
 
 
-def test_flowers_programs_reach_this_machine_without_a_proxy_and_a_path(monkeypatch, tmp_path):
+def test_flower_programs_ignore_proxies_and_path(monkeypatch, tmp_path):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -278,7 +278,7 @@ def public(tmp_path, name):
     return make_node_key(tmp_path / name)[1]
 
 
-def test_a_taken_name_is_refused_unless_its_key_is_to_be_replaced(server, tmp_path):
+def test_registered_name_raises_without_replace(server, tmp_path):
     first, second = public(tmp_path, "first"), public(tmp_path, "second")
     assert server.ask(("site-a", first)) == ["site-a is now registered"]
     before = server.keys()
@@ -295,7 +295,7 @@ def test_a_taken_name_is_refused_unless_its_key_is_to_be_replaced(server, tmp_pa
     assert server.keys() == [("site-a", control._public_key(second))]
 
 
-def test_a_key_has_one_name_and_files_have_different_names(server, tmp_path):
+def test_duplicate_keys_or_names_raise(server, tmp_path):
     first, second = public(tmp_path, "first"), public(tmp_path, "second")
     server.ask(("site-a", first))
     before = server.keys()
@@ -308,7 +308,7 @@ def test_a_key_has_one_name_and_files_have_different_names(server, tmp_path):
     assert server.keys() == before
 
 
-def test_what_is_no_public_key_is_one_line(server, tmp_path):
+def test_invalid_public_key_raises(server, tmp_path):
     make_node_key(tmp_path / "private")
     (tmp_path / "ed25519.pub").write_bytes(
         b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIDdLJOFkiKOhFHNNMaFR7EzdNJgqVG1LXoyYkcm7WFL x\n"

@@ -27,7 +27,7 @@ def alike(clients, samples, classes, spread=0.02):
     return ((1 - spread) * base + spread * own).astype(np.float32)
 
 
-def test_simple_aggregation_is_fedmds_mean_and_era_goes_to_uniform():
+def test_simple_aggregation_is_the_mean_and_era_tends_to_uniform():
     """As T grows to infinity, ERA becomes uniform, with the first-order deviation of the mean."""
     answers = soft(5, 7, 4)
     mean = np.array([[np.mean([a[r, c] for a in answers]) for c in range(4)] for r in range(7)])
@@ -41,7 +41,7 @@ def test_simple_aggregation_is_fedmds_mean_and_era_goes_to_uniform():
         np.testing.assert_allclose(entropy_reduced(answers, temperature), slow, rtol=1e-4)
 
 
-def test_the_filter_leaves_the_mean_of_those_who_agree():
+def test_filter_keeps_the_mean_of_agreeing_clients():
     answers = alike(10, 2000, 5)
     weights = filter_weights(answers, 0.1)
     assert (weights == 1).all()
@@ -64,7 +64,7 @@ def slow_filter(points, sigma):
         weights = np.where(weights > 0, lower, 0)
 
 
-def test_the_filter_is_its_algorithm():
+def test_filter_equals_its_algorithm():
     answers = soft(9, 60, 4, concentration=0.3)
     found = filter_weights(answers, 0.08)
     assert (found < 1).sum() > 0
@@ -74,7 +74,7 @@ def test_the_filter_is_its_algorithm():
 
 
 @pytest.mark.parametrize("malicious", range(5))
-def test_one_of_ten_moves_the_filtered_mean_by_no_more_than_sigma(malicious):
+def test_one_of_ten_clients_moves_the_filtered_mean_by_at_most_sigma(malicious):
     """If it is kept, it moves the mean by at most sigma. Otherwise, its weight is 0."""
     answers = alike(10, 300, 5)
     honest = answers[1:].mean(0)
@@ -98,7 +98,7 @@ def test_median_and_trimmed_mean_by_coordinate():
     np.testing.assert_allclose(median_scores(discord), np.full((1, 3), 1 / 3), rtol=1e-6)
 
 
-def test_clients_without_a_majority_keep_the_mean():
+def test_mean_is_used_without_a_majority():
     split = np.eye(2, dtype=np.float32)[[0, 0, 1, 1]][:, None]
     assert (filter_weights(split, 0.1) == 1).all()
 
@@ -107,7 +107,7 @@ def test_clients_without_a_majority_keep_the_mean():
     ("row", "fault"),
     [([0.5, 0.6], "1, got 1.1"), ([-0.1, 1.1], "from 0 to 1"), ([0.0, 0.0], "1, got 0")],
 )
-def test_what_is_no_distribution_is_refused(row, fault):
+def test_invalid_distribution_raises(row, fault):
     field = TensorField("probabilities", "float32", ("Q", "C"), "soft", distribution=True)
     value = np.array([[0.25, 0.75], row], np.float32)
     with pytest.raises(KnowledgeError, match=fault):

@@ -84,7 +84,7 @@ def f32(*shape):
 # --- sound messages -------------------------------------------------------------------------
 
 
-def test_a_sound_message_is_accepted():
+def test_valid_message_is_accepted():
     check(*sound())
 
 
@@ -105,7 +105,7 @@ def test_values_at_the_edges_are_accepted(tensors, scalars):
     check(*changed(tensors, scalars))
 
 
-def test_the_check_leaves_the_message_and_the_sizes_as_they_were():
+def test_check_does_not_change_the_message_or_the_sizes():
     tensors, scalars = sound()
     dims = dict(DIMS)
     CONTRACT.check(SENDER, tensors, scalars, Sizes(dims, {"weights": MODEL}))
@@ -117,7 +117,7 @@ def test_the_check_leaves_the_message_and_the_sizes_as_they_were():
     CONTRACT.check(SENDER, changed(two)[0], scalars, Sizes(dims, {"weights": MODEL}))
 
 
-def test_an_empty_contract_takes_an_empty_message_alone():
+def test_empty_contract_accepts_only_an_empty_message():
     check({}, {}, contract=Contract())
     assert "expected no field" in refusal("x", {"x": f32(1)}, {}, contract=Contract())
     refusal("x", {}, {"x": 1}, contract=Contract())
@@ -173,19 +173,19 @@ TENSOR_FAULTS = {
 
 
 @pytest.mark.parametrize("case", TENSOR_FAULTS)
-def test_a_fault_of_a_tensor(case):
+def test_invalid_tensor_raises(case):
     field, value, parts = TENSOR_FAULTS[case]
     message = refusal(field, *changed({field: value}))
     for part in parts:
         assert part in message
 
 
-def test_the_message_for_a_fixed_side_makes_sense():
+def test_message_for_a_fixed_axis():
     message = refusal("square", *changed({"square": np.zeros((2, 2, 4))}))
     assert "3 = 3" not in message
 
 
-def test_ids_beyond_int64_are_shown_as_they_are():
+def test_ids_beyond_int64_are_shown_exactly():
     contract = Contract((TensorField("ids", "uint64", ("P",), "ids", ids="C"),))
     message = refusal("ids", {"ids": np.array([2**63], np.uint64)}, {}, contract=contract)
     assert f"got {2**63}" in message
@@ -225,14 +225,14 @@ SCALAR_FAULTS = {
 
 
 @pytest.mark.parametrize("case", SCALAR_FAULTS)
-def test_a_fault_of_a_scalar(case):
+def test_invalid_scalar_raises(case):
     field, value, parts = SCALAR_FAULTS[case]
     message = refusal(field, *changed(scalars={field: value}))
     for part in parts:
         assert part in message
 
 
-def test_a_number_without_range_is_finite_and_bounded():
+def test_scalar_without_range_is_finite_and_bounded():
     contract = Contract((ScalarField("x", float, "x"), ScalarField("n", int, "n", required=False)))
     for value in (math.nan, math.inf, -math.inf, 1.7e308, -1.7e308, 1.1e12):
         refusal("x", {}, {"x": value}, contract=contract)
@@ -242,7 +242,7 @@ def test_a_number_without_range_is_finite_and_bounded():
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_variance_is_not_negative(stacked):
+def test_variance_is_not_negative(stacked):
     """A batch norm takes the root of the variance, so a negative value makes all logits NaN."""
     contract = Contract((WeightsField("weights", "model", stacked="N" if stacked else ""),))
     shapes = {
@@ -269,24 +269,24 @@ def test_a_variance_is_not_negative(stacked):
 
 
 @pytest.mark.parametrize("name", ["features2", "", "class", "steps", "Classes", "/weights/x", "x/"])
-def test_an_undeclared_tensor(name):
+def test_undeclared_tensor_raises(name):
     message = refusal(name, *changed({name: f32(1)}))
     assert "classes, counts, features, square, weights" in message
 
 
 @pytest.mark.parametrize("name", ["los", "", "classes", "weights", "LOSS"])
-def test_an_undeclared_scalar(name):
+def test_undeclared_scalar_raises(name):
     message = refusal(name, *changed(scalars={name: 1.0}))
     assert "done, loss, note, steps" in message
 
 
-def test_the_nearest_name_is_offered():
+def test_nearest_name_is_offered():
     assert "'features'" in refusal("feature", *changed({"feature": f32(1)}))
     assert "'loss'" in refusal("los", *changed(scalars={"los": 1.0}))
 
 
 @pytest.mark.parametrize("name", ["weights", "weights/", "weights//fc.weight", "weights2/x"])
-def test_a_tensor_that_only_looks_like_weights(name):
+def test_undeclared_weights_raise(name):
     refusal(name, *changed({name: f32(1)}))
 
 
@@ -294,12 +294,12 @@ def test_a_tensor_that_only_looks_like_weights(name):
 
 
 @pytest.mark.parametrize("name", ["weights/fc.weight", "weights/bn.count"])
-def test_weights_come_whole_or_not_at_all(name):
+def test_partial_weights_raise(name):
     assert "missing" in refusal(name, *changed({name: None}))
 
 
 @pytest.mark.parametrize("name", ["weights/fc.bias", "weights/a/b"])
-def test_a_weight_too_many(name):
+def test_additional_weight_raises(name):
     refusal(name, *changed({name: f32(1)}))
 
 
@@ -316,7 +316,7 @@ def test_a_weight_too_many(name):
         ("weights/fc.weight", np.full((4, 2), -np.inf, np.float32), ["infinity"]),
     ],
 )
-def test_a_weight_in_another_form(name, value, parts):
+def test_weight_of_another_shape_or_type_raises(name, value, parts):
     message = refusal(name, *changed({name: value}))
     for part in parts:
         assert part in message
@@ -325,7 +325,7 @@ def test_a_weight_in_another_form(name, value, parts):
 NO_WEIGHTS = {"weights/fc.weight": None, "weights/bn.count": None}
 
 
-def test_required_weights():
+def test_missing_required_weights_raise():
     must = Contract(
         tuple(
             WeightsField("weights", "model") if field.name == "weights" else field
@@ -338,12 +338,12 @@ def test_required_weights():
     assert caught.value.field == "weights"
 
 
-def test_weights_without_a_model_to_compare_with_are_refused():
+def test_weights_without_a_known_model_raise():
     with pytest.raises(KnowledgeError, match="tensor"):
         CONTRACT.check(SENDER, *sound(), Sizes(DIMS, {}))
 
 
-def test_two_models_do_not_stand_in_for_each_other():
+def test_weights_of_another_model_raise():
     contract = Contract((WeightsField("a", "one"), WeightsField("ab", "other")))
     shapes = {"a": {"w": ((1,), "float32")}, "ab": {"w": ((2,), "float32")}}
     contract.check(SENDER, {"a/w": f32(1), "ab/w": f32(2)}, {}, Sizes({}, shapes))
@@ -387,7 +387,7 @@ def test_all_or_none_of_felos_averages_are_accepted(present):
     ],
     ids="+".join,
 )
-def test_felos_averages_never_come_in_part(present):
+def test_partial_averages_of_felo_raise(present):
     """Features without classes have no meaning, and classes without features cannot be read."""
     with pytest.raises(KnowledgeError):
         check({name: PARTS[name] for name in present}, {}, contract=FELO.instructions)
@@ -524,7 +524,7 @@ def accepted(message):
     return True
 
 
-def test_the_check_agrees_with_the_oracle():
+def test_check_equals_the_oracle():
     verdicts = {True: 0, False: 0}
 
     @settings(max_examples=600, derandomize=True)
@@ -538,7 +538,7 @@ def test_the_check_agrees_with_the_oracle():
     assert min(verdicts.values()) > 100, "both kinds of message were tried"
 
 
-def test_the_oracle_itself():
+def test_oracle_itself():
     assert oracle(*sound())
     for field, value, _ in TENSOR_FAULTS.values():
         assert not oracle(*changed({field: value})), field
@@ -564,7 +564,7 @@ def stacked(count, others=None):
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_several_models_travel_as_one(count):
+def test_several_models_are_sent_as_one_tensor(count):
     STACKED.check("a", stacked(count), {}, Sizes({}, SHAPES))
     assert STACKED.fields[1].describe() == "weights [N, ...]"
 
@@ -579,6 +579,6 @@ def test_several_models_travel_as_one(count):
         ({"models/w": np.full((2, 2, 3), np.nan, np.float32)}, "contains NaN"),
     ],
 )
-def test_as_many_of_each_tensor_as_there_are_models(change, fault):
+def test_number_of_stacked_tensors_equals_number_of_models(change, fault):
     with pytest.raises(KnowledgeError, match=fault):
         STACKED.check("a", {**stacked(2), **change}, {}, Sizes({}, SHAPES))

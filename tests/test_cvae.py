@@ -68,7 +68,7 @@ def reference_loss(model, features, labels, noise, deviation):
 
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 20), st.floats(0.3, 3))
-def test_the_loss_is_the_negative_of_equation_2(seed, samples, deviation):
+def test_loss_is_the_negative_of_equation_2(seed, samples, deviation):
     model, parts = made(seed), drawn(seed + 1, samples)
     ours = cvae_loss(model, *parts, deviation).item()
     assert ours == pytest.approx(reference_loss(model, *parts, deviation), rel=1e-4, abs=1e-4)
@@ -78,7 +78,7 @@ def moved(module):
     return sum(float(p.grad.abs().sum()) for p in module.parameters() if p.grad is not None)
 
 
-def test_the_gradient_reaches_all_four_layers_through_the_draw():
+def test_gradient_reaches_all_four_layers():
     """Compare gradients of a weight and a bias in each layer with finite differences."""
     model, (features, labels, noise) = made().double(), drawn(0)
     parts = features.double(), labels, noise.double()
@@ -115,7 +115,7 @@ def test_training_lowers_the_loss():
     assert last < first - 0.1
 
 
-def test_training_hangs_on_its_generator_alone():
+def test_training_depends_only_on_its_generator():
     torch.manual_seed(1)
     first, loss = trained(seed=5)
     torch.manual_seed(2)
@@ -132,19 +132,19 @@ def test_training_hangs_on_its_generator_alone():
     )
 
 
-def test_a_training_that_diverges_leaves_a_model_that_is_not_finite():
+def test_training_that_diverges_leaves_a_model_that_is_not_finite():
     assert all_finite(trained()[0])
     assert not all_finite(trained(lr=1e6)[0])
 
 
 @pytest.mark.parametrize("name", ["encoder.0.weight", "center", "spread"])
-def test_nothing_in_the_state_may_be_infinite(name):
+def test_infinite_state_raises(name):
     model = made()
     model.state_dict()[name].fill_(math.inf)
     assert not all_finite(model)
 
 
-def test_synthetic_features_are_the_decoders_of_standard_normal_draws():
+def test_synthetic_features_decode_standard_normal_draws():
     model, _ = trained()
     labels = torch.tensor([0, 3])
     made_up = synthesize(model, labels, 5, torch.Generator().manual_seed(4))
@@ -198,7 +198,7 @@ def test_features_are_standardized_by_medians(seed, samples, scale, outlier, beh
     assert ours.square().mean(1).sqrt().max() <= LIMIT * (1 + 1e-6)
 
 
-def test_what_is_trained_is_equation_2_on_standardized_features():
+def test_training_minimizes_equation_2_on_standardized_features():
     """Compare the loss of one batch before its step, with the given order and noise."""
     model, (features, labels, _) = made(), drawn(3, 40)
     features = 30 * features + 7
@@ -244,7 +244,7 @@ def share_of_own(model, features, labels):
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("trainings", [1, 5])
-def test_synthetic_features_are_as_good_whatever_the_scale(trainings, sparse):
+def test_quality_of_synthetic_features_does_not_depend_on_scale(trainings, sparse):
     features, labels = class_features(sparse=sparse)
     for scale, shift in ((0.01, 0), (1, 0), (10, -30), (100, 1000)):
         moved = scale * features + shift
@@ -252,7 +252,7 @@ def test_synthetic_features_are_as_good_whatever_the_scale(trainings, sparse):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_one_client_beyond_all_measure_does_not_spoil_the_others_features(sparse):
+def test_outlier_client_does_not_spoil_other_features(sparse):
     """A client with ten classes sends two of the twenty; sparse features come from a ReLU."""
     features, labels = class_features(sparse=sparse)
     for factor in (1e3, 1e30):
@@ -268,7 +268,7 @@ def test_one_client_beyond_all_measure_does_not_spoil_the_others_features(sparse
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -1e30])
-def test_features_that_are_all_the_same_come_back(value):
+def test_constant_features_are_reproduced(value):
     model = by_default(torch.full((40, 64), value), torch.arange(40) % 10, 2)
     assert all_finite(model)
     assert model.spread == 1
@@ -276,7 +276,7 @@ def test_features_that_are_all_the_same_come_back(value):
     torch.testing.assert_close(points, torch.full_like(points, value), rtol=1e-6, atol=1.0)
 
 
-def test_the_state_has_all_that_decoding_needs():
+def test_state_suffices_for_decoding():
     features, labels, _ = drawn(3, 40)
     model, again = made(), made(1)
     fit(model, 50 * features - 9, labels, epochs=3)
@@ -316,7 +316,7 @@ def nearest_class(points, features, labels):
     return torch.stack(distances).argmin(0)
 
 
-def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_digits):
+def test_synthetic_features_are_nearest_to_their_class_mean(features_of_digits):
     """Train once with default settings on the 1437 features of one network; the fraction is 0.99.
 
     A run takes longer. With default settings on digits (seeds 0 and 1), the fraction is 0.41 in the
@@ -339,7 +339,7 @@ def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_dig
 
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 30), st.sampled_from([0, 3, 1e4]))
-def test_the_separation_is_the_share_nearest_to_the_own_mean(seed, classes, count, offset):
+def test_separation_is_the_fraction_nearest_to_the_class_mean(seed, classes, count, offset):
     """Compare feature by feature; some classes have a mean but no features."""
     rng = np.random.default_rng(seed)
     means = (offset + rng.normal(size=(5, 4))).astype(np.float32)
@@ -354,14 +354,14 @@ def test_the_separation_is_the_share_nearest_to_the_own_mean(seed, classes, coun
     assert found == pytest.approx(right / (classes * count))
 
 
-def test_of_no_feature_there_is_no_separation():
+def test_separation_of_no_features_is_undefined():
     with pytest.raises(ValueError, match="at least one"):
         separation(torch.zeros(0, 3, 2), torch.zeros(0, dtype=torch.long), torch.zeros(4, 2))
 
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 6))
-def test_the_newest_of_each_class_are_kept(labels, most):
+def test_newest_features_of_each_class_are_kept(labels, most):
     kept = []
     for row, label in enumerate(labels):
         later = [other for other in labels[row + 1 :] if other == label]

@@ -67,13 +67,13 @@ def near(shape, clients, spread=0.1):
 
 @pytest.mark.parametrize("average", ["krum", "filter"])
 @pytest.mark.parametrize("factor", [-1.0, 10.0, 900.0])
-def test_the_one_that_stands_out_is_left_out(average, factor):
+def test_outlier_is_excluded(average, factor):
     replies = [model(each) for each in near((6, 5), 5)]
     replies[3] = model(replies[3].tensors["weights/w"] * factor)
     assert defense(average).included(replies).tolist() == [True, True, True, False, True]
 
 
-def test_an_architecture_is_compared_with_itself():
+def test_replies_are_compared_within_an_architecture():
     """One of three replies is malicious.
 
     It differs from the others as they differ from each other.
@@ -83,7 +83,7 @@ def test_an_architecture_is_compared_with_itself():
     assert defense("filter").included(replies).tolist() == [True, True, False, True, True]
 
 
-def test_classes_are_compared_with_the_same_classes():
+def test_class_means_are_compared_within_a_class():
     table = RNG.normal(size=(6, 4))
     classes = [[0, 1, 2], [5, 4, 1], [2, 3, 0, 1], [4, 3, 5], [1, 0]]
     replies = [
@@ -107,7 +107,7 @@ def test_classes_are_compared_with_the_same_classes():
     ]
 
 
-def test_samples_of_a_clients_own_are_compared_by_class():
+def test_own_samples_are_compared_by_class_mean():
     table = RNG.normal(size=(4, 3))
     replies = []
     for number in (20, 31, 25, 12, 40):
@@ -135,7 +135,7 @@ def test_samples_with_usual_class_means_but_unusual_squares_are_found():
 @pytest.mark.parametrize("average", ["krum", "filter"])
 @pytest.mark.parametrize("malicious", [[4], [1, 4, 8]])
 @pytest.mark.parametrize(("tensor", "added"), [("bias", 5.0), ("bias", 30.0), ("scale", 2.0)])
-def test_a_change_of_one_value_in_a_small_tensor_is_found(average, malicious, tensor, added):
+def test_change_of_one_value_in_a_small_tensor_is_found(average, malicious, tensor, added):
     """The value is one of ten thousand, and the reply has about the same magnitude as others."""
     shapes = {"weight": (128, 80), "bias": (10,), "scale": (1,)}
     columns = {name: near(shape, 10) for name, shape in shapes.items()}
@@ -188,7 +188,7 @@ def test_statistics_after_few_batches_are_honest_but_a_poisoned_one_is_not(added
 
 
 @pytest.mark.parametrize("clients", [1, 2])
-def test_of_two_nobody_can_tell(clients):
+def test_no_outlier_among_two_clients(clients):
     replies = [model(each) for each in near((3, 3), clients)]
     assert distances(MODELS, replies, 0.2) is None
     for average in ROBUST[:3]:
@@ -214,7 +214,7 @@ def by_hand(stack, average):
 
 
 @pytest.mark.parametrize("average", ["median", "trimmed-mean", "geometric-median"])
-def test_the_mean_of_what_goes_on_is_the_robust_average(average):
+def test_mean_of_adjusted_replies_is_the_robust_average(average):
     values = [each.astype(np.float32) for each in near((4, 3), 5)]
     values[1] *= -3
     replies = [model(each, steps) for steps, each in enumerate(values)]
@@ -230,7 +230,7 @@ def test_the_mean_of_what_goes_on_is_the_robust_average(average):
 
 @pytest.mark.parametrize("average", ROBUST)
 @pytest.mark.parametrize("contract", [MODELS, PARTS], ids=["equal", "nested"])
-def test_the_order_of_tensors_exempts_no_reply(average, contract):
+def test_order_of_tensors_does_not_matter(average, contract):
     """A client that lists its tensors in another order is compared with the others."""
     layers = [{"w": w, "b": b} for w, b in zip(near((4, 3), 5), near((3,), 5), strict=True)]
     replies = [
@@ -279,7 +279,7 @@ def test_classes_are_averaged_over_those_that_have_them():
 
 
 @pytest.mark.parametrize("average", ["median", "trimmed-mean", "geometric-median"])
-def test_a_client_that_sends_one_class_does_not_decide_this_class(average):
+def test_client_with_one_class_does_not_decide_this_class(average):
     """Five honest clients have two of three classes each; a client sends class 0 only."""
     centers = RNG.normal(size=(3, 8))
     replies = []
@@ -315,7 +315,7 @@ def test_probabilities_stay_probabilities(average):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_what_is_scaled_down_is_nothing_else(on_disk):
+def test_clipping_scales_only_the_reply(on_disk):
     tensors = {"w/a": np.float32([6, -9]), "w/n": np.array([7]), "v": np.float32([5])}
     held = OnDemand({n: (lambda v=v: v) for n, v in tensors.items()}) if on_disk else tensors
     found = scaled_down(Knowledge(held, {"x": 1.0}), {"w": 3.0})
@@ -368,7 +368,7 @@ def test_one_value_of_the_smallest_tensor_is_poisoned():
     np.testing.assert_allclose(found["probabilities"][1:], p[1:], rtol=1e-5)
 
 
-def test_a_drift_grows_along_one_direction():
+def test_drift_grows_along_one_direction():
     reply = model(RNG.normal(size=(5, 4)))
     own = reply.tensors["weights/w"].astype(np.float64)
     added = [
@@ -394,7 +394,7 @@ def test_probabilities_are_changed_by_their_logits_and_variances_stay_positive(k
     assert malicious(kind, MODELS, 2, Knowledge(bn)).tensors["weights/running_var"].min() >= 0
 
 
-def test_the_same_clients_are_malicious_whoever_else_takes_part():
+def test_attackers_do_not_depend_on_the_sample():
     names = [f"client-{n}" for n in range(20)]
     found = [malicious_clients(seed, names, 3) for seed in range(50)]
     assert all(len(each) == 3 for each in found)
@@ -411,7 +411,7 @@ FEW = {"clients": 5, "rounds": 2, "max_samples": 250, "min_samples": 10}
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_a_method_says_which_averages_suit_it(method):
+def test_method_declares_supported_averages(method):
     """Each rule is accepted, or rejected in one line before the run."""
     spec = find_method(method).spec
     for average in ROBUST:
@@ -426,7 +426,7 @@ def test_a_method_says_which_averages_suit_it(method):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo", "um-pfssl"])
-def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_path):
+def test_sign_flipping_client_is_omitted_but_not_excluded(method, tmp_path):
     few = {"models": "mlp-dropout", "um-pfssl.warm-up": 1} if method == "um-pfssl" else {}
     few = few if method == "um-pfssl" else {"models": "mlp"}
     config = small(
@@ -444,7 +444,7 @@ def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["krum", "filter"])
 @pytest.mark.parametrize("attackers", [1, 3])
-def test_a_poisoned_bias_is_excluded_in_each_round(average, attackers, tmp_path):
+def test_poisoned_bias_is_excluded_in_each_round(average, attackers, tmp_path):
     """With the mean, the averaged model predicts one class for most samples."""
     base = {"clients": 10, "rounds": 4, "local_epochs": 2, "max_samples": 0, "alpha": 1.0,
             "models": "mlp", "defense.average": average,
@@ -466,7 +466,7 @@ def test_a_poisoned_bias_is_excluded_in_each_round(average, attackers, tmp_path)
     assert average == "krum" or len(excluded) == 4 * attackers
 
 
-def test_one_of_nine_hundred_times_the_size_is_scaled_down(tmp_path):
+def test_reply_of_900_times_the_size_is_clipped(tmp_path):
     config = small("fedavg", attack="scale", **{**FEW, "attack.scale": 900.0, "models": "mlp"})
     (name,) = malicious_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
     server = Server(config, tmp_path / "run")
@@ -546,7 +546,7 @@ CLAIMABLE = {
 
 @pytest.mark.parametrize("method", CLAIMABLE)
 @pytest.mark.parametrize("average", ["filter", "krum", "median"])
-def test_claimed_samples_change_no_aggregate(method, average, tmp_path):
+def test_claimed_samples_do_not_change_robust_aggregates(method, average, tmp_path):
     """Bit-for-bit equal, whether or not a client claims a hundred million samples."""
     models = {"models": "mlp"} if method == "felo" else {}
     config = small(method, **{**FEW, **models, **CLAIMABLE[method], "defense.average": average})
@@ -557,7 +557,7 @@ def test_claimed_samples_change_no_aggregate(method, average, tmp_path):
         assert np.array_equal(value, claimed[name]), name
 
 
-def test_claimed_samples_buy_no_model_of_a_rare_architecture(tmp_path):
+def test_claimed_samples_do_not_decide_a_rare_architecture(tmp_path):
     """The median does not combine the weights of two clients, which have the same weight then."""
     config = small("felo", **{**FEW, "clients": 4, "defense.average": "median"})
     honest = state_after_a_round(config, tmp_path / "honest")
@@ -573,7 +573,7 @@ def test_with_the_mean_claimed_samples_change_the_aggregate(tmp_path):
     assert not all(np.array_equal(value, claimed[name]) for name, value in honest.items())
 
 
-def test_the_weight_of_a_late_reply_still_depends_on_its_age():
+def test_weight_of_a_late_reply_still_depends_on_its_age():
     client = ClientInfo("client-1", "mlp", 10**8, 2, "table", (4,))
     sent = Knowledge({"counts": np.array([7, 10**8]), "classes": np.array([0, 1])})
     replies = [Reply(client, sent, Measured({}), age=age) for age in (0, 3)]
@@ -596,7 +596,7 @@ def test_every_declared_number_of_samples_is_a_weight():
 # --- the table of rules -----------------------------------------------------------------------
 
 
-def test_each_rule_has_one_function():
+def test_each_rule_is_one_function():
     assert ("mean", *RULES) == get_args(defense_settings.Average)
     assert set(robust.SELECTIONS) == {name for name, rule in RULES.items() if rule.selects}
     assert set(robust.COMBINATIONS) == {name for name, rule in RULES.items() if not rule.selects}
@@ -604,7 +604,7 @@ def test_each_rule_has_one_function():
     assert set(CHOOSING) == set(robust.SELECTIONS)
 
 
-def test_a_new_rule_is_a_row_and_a_function(monkeypatch):
+def test_registered_rule_is_used(monkeypatch):
     monkeypatch.setitem(RULES, "first", Rule("the first reply", selects=True, margin=2))
     first = lambda squared, fraction: np.arange(len(squared)) < 1  # noqa: E731
     settings = DefenseSettings().model_copy(update={"average": "first"})
@@ -617,7 +617,7 @@ def test_a_new_rule_is_a_row_and_a_function(monkeypatch):
     assert robust.min_replies("first", 2) == 6
 
 
-def test_an_unknown_rule_is_an_error():
+def test_unknown_rule_raises():
     with pytest.raises(SettingsError, match=r"'defense.average'.*trimmed-mean"):
         small("fedavg", **{"defense.average": "bulyan"})
     with pytest.raises(KeyError, match="bulyan"):
@@ -643,7 +643,7 @@ def test_an_unknown_rule_is_an_error():
         ({"fraction": 0.5, "pace.select": "oort", "pace.min-replies": 0.8}, 5),  # all may be asked
     ],
 )
-def test_malicious_clients_must_not_be_the_majority_by_being_fast(changes, least):
+def test_fast_malicious_clients_are_no_majority(changes, least):
     base = {"method": "fedavg", "clients": 10, "defense.average": "filter"}
     with pytest.raises(SettingsError) as caught:
         resolve({**base, **changes})
@@ -655,7 +655,7 @@ def test_malicious_clients_must_not_be_the_majority_by_being_fast(changes, least
     resolve({**base, **changes, "defense.average": "mean"})
 
 
-def test_a_run_that_starts_with_few_clients_needs_a_majority_too():
+def test_run_with_few_clients_needs_a_majority():
     base = {"method": "fedavg", "clients": 10, "defense.average": "filter"}
     for start in (1, 4):
         with pytest.raises(SettingsError, match=r"'engine\.min-clients'.*5"):
@@ -665,7 +665,7 @@ def test_a_run_that_starts_with_few_clients_needs_a_majority_too():
 
 
 @pytest.mark.parametrize("average", ROBUST)
-def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
+def test_average_resists_fast_attackers_among_few_replies(average, caplog):
     """Two of ten clients are malicious.
 
     They are among the five replies (Krum: seven) that close the round.

@@ -22,7 +22,7 @@ def blocks(language):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_tutorial_lead_to_a_report_and_predictions(tmp_path):
+def test_commands_of_the_tutorial_lead_to_a_report_and_predictions(tmp_path):
     (python,) = blocks("python")
     (tmp_path / "make_sites.py").write_text(python)
     script = "\n".join(block for block in blocks("bash") if "deploy-local" not in block)

@@ -41,7 +41,7 @@ def pins():
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_has_no_rights_that_it_does_not_need(name):
+def test_containers_have_minimal_privileges(name):
     service = SERVICES[name]
     assert service["cap_drop"] == ["ALL"]
     assert not {"cap_add", "privileged", "ports"} & set(service)
@@ -52,7 +52,7 @@ def test_a_container_has_no_rights_that_it_does_not_need(name):
     assert (service.get("user") is None) == (name != "keys"), "only keys are made as root"
 
 
-def test_the_network_has_no_way_out_and_is_the_only_one():
+def test_only_network_is_internal():
     assert read("compose.yaml")["networks"] == {"federation": {"internal": True}}
     places = {
         name: service.get("networks") or service["network_mode"]
@@ -80,7 +80,7 @@ def test_no_site_reaches_the_control_api():
         assert "8000" not in " ".join(SERVICES[name]["command"])
 
 
-def test_sites_run_only_apps_of_the_publisher_whose_key_no_other_container_has():
+def test_sites_run_only_apps_signed_by_the_publisher():
     secrets = read("compose.yaml")["secrets"]
     for name in ("site-0", "site-1", "site-2"):
         words = SERVICES[name]["command"][-1].split()
@@ -93,7 +93,7 @@ def test_sites_run_only_apps_of_the_publisher_whose_key_no_other_container_has()
     assert "fedhet certs /secrets --publisher run" in SERVICES["keys"]["command"][-1]
 
 
-def test_a_private_key_is_its_owners_alone():
+def test_private_keys_are_mounted_only_by_their_owner():
     holders = {}
     for name, service in SERVICES.items():
         for secret in service.get("secrets", []):
@@ -104,7 +104,7 @@ def test_a_private_key_is_its_owners_alone():
     assert not any(path.endswith("ca.key") for path in paths)
 
 
-def test_gpus_change_nothing_but_the_devices():
+def test_gpu_file_changes_only_devices():
     services = read("compose.gpu.yaml")["services"]
     assert services.keys() <= SERVICES.keys()
     assert all(set(service) == {"deploy"} for service in services.values())
@@ -113,7 +113,7 @@ def test_gpus_change_nothing_but_the_devices():
 # --- the image ---------------------------------------------------------------------------------
 
 
-def test_the_build_context_is_what_is_copied_and_has_no_secret():
+def test_build_context_contains_only_copied_files():
     lines = (ROOT / ".dockerignore").read_text().split()
     assert lines[0] == "*", "what is not named is not sent"
     named = {line[1:] for line in lines if line.startswith("!")}
@@ -124,7 +124,7 @@ def test_the_build_context_is_what_is_copied_and_has_no_secret():
     assert "secrets/" in (DOCKER / ".gitignore").read_text().split()
 
 
-def test_the_image_is_of_a_base_named_by_its_digest_and_does_not_run_as_root():
+def test_image_has_a_pinned_base_and_is_not_run_as_root():
     assert {*re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)} == {"${IMAGE}"}
     assert re.search(r"^ARG IMAGE=\$\{BASE:-\S+@sha256:[0-9a-f]{64}\}$", DOCKERFILE, re.M)
     assert re.findall(r"^USER (\S+)", DOCKERFILE, re.M)[-1] == "fedhet"
@@ -140,7 +140,7 @@ def test_every_package_is_pinned_to_one_version():
         assert pin.marker is None
 
 
-def test_every_package_has_hashes_and_so_has_the_pip_that_checks_them():
+def test_every_package_and_pip_have_hashes():
     text = (DOCKER / "constraints.txt").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert len(lines) == len(pins())
@@ -152,7 +152,7 @@ def test_every_package_has_hashes_and_so_has_the_pip_that_checks_them():
 @pytest.mark.parametrize(
     "wanted", PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
 )
-def test_the_pins_are_what_pyproject_asks_for(wanted):
+def test_pins_satisfy_pyproject(wanted):
     requirement = Requirement(wanted)
     pin = pins().get(canonicalize_name(requirement.name))
     assert pin, f"{wanted} has no pin: make constraints"
@@ -209,9 +209,7 @@ def test_versions_with_known_faults_are_not_in_the_image():
          "submit felo --set resume=true --out runs/first\n", set()),
     ],
 )  # fmt: skip
-def test_a_run_is_submitted_under_a_new_name_or_to_be_resumed(
-    tmp_path, name, words, finished, printed, says
-):
+def test_submission_needs_a_new_name_or_resume(tmp_path, name, words, finished, printed, says):
     """Run submit.sh with a `fedhet` that prints its arguments; a run named first exists."""
     fake, there = tmp_path / "fedhet", tmp_path / "runs" / "first"
     fake.write_text('#!/bin/sh\necho "$@"\n')
@@ -229,7 +227,7 @@ def test_a_run_is_submitted_under_a_new_name_or_to_be_resumed(
     assert says == {word for word in ("FEDHET_NAME", "resume=true") if word in done.stderr}
 
 
-def test_the_servers_log_has_the_requests_that_failed_and_no_others():
+def test_server_logs_only_failed_requests():
     # uvicorn's own configuration, as Flower gives it, comes after the filter.
     script = """
 import logging, logging.config

@@ -50,12 +50,12 @@ def listed(page: Path) -> set[Path]:
     return found.union(*(listed(each) for each in found))
 
 
-def test_every_page_stands_in_a_list_once():
+def test_every_page_is_in_one_toctree():
     index = DOCS / "index.md"
     assert listed(index) | {index} == set(DOCS.rglob("*.md"))
 
 
-def test_the_site_can_show_every_formula():
+def test_every_formula_renders():
     found = [(page, *match) for page in PAGES for match in FORMULA.findall(page.read_text())]
     assert len(found) > 25
     for page, block, inline in found:
@@ -63,7 +63,7 @@ def test_the_site_can_show_every_formula():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_has_no_gaps_and_no_dead_links(page):
+def test_pages_have_no_placeholders_or_dead_links(page):
     text = prose(page)
     assert not re.search(r"\b[A-Z]+_(RESULTS|TABLE|NOTE)\b|TODO|FIXME", text)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -127,7 +127,7 @@ def test_every_metric_is_explained():
     assert named == METRICS.keys() - {ACCURACY}
 
 
-def test_a_test_that_a_page_names_exists():
+def test_tests_named_in_pages_exist():
     """A page names `test_x.py::test_y`, or `::test_y` in the file named before."""
     named = 0
     for page in PAGES:
@@ -145,13 +145,13 @@ def test_a_test_that_a_page_names_exists():
 # --- what is made from the code ---------------------------------------------------------------
 
 
-def test_the_pages_are_those_of_the_code():
+def test_generated_pages_are_current():
     made = reference(ROOT) | pages(ROOT)
     stale = [path for path, text in made.items() if path.read_text() != text]
     assert not stale, "run: make reference"
 
 
-def test_a_stale_part_is_replaced_and_what_people_wrote_stays():
+def test_generation_replaces_only_generated_parts():
     page = ROOT / "README.md"
     before, begin, rest = page.read_text().partition("<!-- make reference -->")
     made, end, after = rest.partition("<!-- end -->")
@@ -165,7 +165,7 @@ def test_a_stale_part_is_replaced_and_what_people_wrote_stays():
 
 
 @pytest.mark.parametrize("name", sorted(shipped_names()))
-def test_a_method_has_a_page_with_its_paper_and_results(name):
+def test_method_has_a_page_with_its_paper_and_results(name):
     """The paper and the results are written by hand; settings and fields are generated."""
     text = " ".join((DOCS / "methods" / f"{name}.md").read_text().replace("*", "").split())
     by_hand = text.partition("<!-- Made")[0]

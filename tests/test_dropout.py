@@ -22,7 +22,7 @@ def dropped(p: float, shape: tuple[int, ...], seed: int = 0, layout=torch.contig
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("p", [1 / 256, 0.25, 0.5, 255 / 256, 0.3, 1.0, 0.0])
-def test_a_share_p_is_zero_and_the_others_are_scaled(p, layout):
+def test_fraction_p_is_zero_and_the_rest_is_scaled(p, layout):
     found = dropped(p, (64, 8, 21, 9), layout=layout)
     assert found.stride() == torch.ones(found.shape).to(memory_format=layout).stride()
     zero, count = (found == 0).double().mean().item(), found.numel()
@@ -33,7 +33,7 @@ def test_a_share_p_is_zero_and_the_others_are_scaled(p, layout):
 
 
 @pytest.mark.parametrize("p", [0.25, 0.5])
-def test_each_element_is_decided_by_itself(p):
+def test_elements_are_dropped_independently(p):
     masks = (dropped(p, (4000, 32)) == 0).double()
     bound = 5 * math.sqrt(p * (1 - p) / len(masks))
     assert (masks.mean(0) - p).abs().max() < bound  # each of the eight bytes of a number alike
@@ -41,7 +41,7 @@ def test_each_element_is_decided_by_itself(p):
     assert correlation.abs().max() < 6 / math.sqrt(len(masks))
 
 
-def test_a_seed_gives_the_same_masks_and_another_call_others():
+def test_masks_depend_on_seed_and_call():
     assert torch.equal(dropped(0.25, (9, 7), seed=1), dropped(0.25, (9, 7), seed=1))
     assert not torch.equal(dropped(0.25, (9, 7), seed=1), dropped(0.25, (9, 7), seed=2))
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_a_seed_gives_the_same_masks_and_another_call_others():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_types_stay_and_their_rounding_moves_no_threshold(dtype):
+def test_dtype_is_kept_and_rounding_does_not_move_the_threshold(dtype):
     torch.manual_seed(3)
     found = Dropout(0.5)(torch.ones(300, 300, dtype=dtype))
     assert found.dtype == dtype
@@ -58,7 +58,7 @@ def test_types_stay_and_their_rounding_moves_no_threshold(dtype):
     assert torch.equal(found == 0, Dropout(0.5)(torch.ones(300, 300)) == 0)
 
 
-def test_the_gradient_passes_where_the_output_does():
+def test_gradient_flows_where_the_output_is_kept():
     torch.manual_seed(0)
     x = torch.ones(50, 50, requires_grad=True)
     found = Dropout(0.25)(x)
@@ -66,7 +66,7 @@ def test_the_gradient_passes_where_the_output_does():
     assert torch.equal(x.grad, found.detach())
 
 
-def test_evaluation_drops_nothing_and_slices_are_served():
+def test_evaluation_drops_no_element():
     x = torch.arange(12.0).reshape(3, 4)
     assert torch.equal(Dropout(0.5).eval()(x), x)
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_evaluation_drops_nothing_and_slices_are_served():
     assert all(a in (0, 2 * b) for a, b in zip(found.ravel(), x[:, ::2].ravel(), strict=True))
 
 
-def test_the_networks_use_it():
+def test_networks_use_seeded_dropout():
     for name in ("cnn2-dropout", "cnn3-dropout", "resnet9"):
         layers = [
             m for m in build(name, (1, 28, 28), 10, seed=0).modules() if isinstance(m, nn.Dropout)

@@ -73,7 +73,7 @@ def model(seed=0, size=(40, 25)):
 
 @settings(max_examples=150, derandomize=True)
 @given(values)
-def test_half_precision_is_the_nearest(x):
+def test_half_precision_rounds_to_nearest(x):
     data = Float16().encode(x, RNG(0))
     assert data.nbytes == Float16().size(x.shape) == 2 * x.size
     back = Float16().decode(data, x.shape)
@@ -85,7 +85,7 @@ def test_half_precision_is_the_nearest(x):
 
 @settings(max_examples=150, derandomize=True)
 @given(values, st.integers(0, 2**32))
-def test_int8_is_off_by_less_than_a_unit_of_its_row(x, seed):
+def test_int8_error_is_below_one_step_of_the_row(x, seed):
     data = Int8().encode(x, RNG(seed))
     rows = x.shape[0] if x.ndim > 1 else 1
     assert data.nbytes == Int8().size(x.shape) == 4 * rows + x.size
@@ -111,7 +111,7 @@ def test_int8_is_unbiased():
 
 @settings(max_examples=100, derandomize=True)
 @given(hnp.arrays(np.float32, (3, 7), elements=numbers), st.integers(0, 2**32))
-def test_rounding_takes_one_of_the_two_neighbors(x, seed):
+def test_stochastic_rounding_selects_a_neighbor(x, seed):
     scales = scales_of(x)
     q = rounded(x, scales, RNG(seed)).astype(float)
     assert (np.abs(x.astype(float)) <= 127 * scales[:, None].astype(float)).all()
@@ -137,13 +137,13 @@ def test_top_k_keeps_the_largest(x, keep):
     assert back.tolist() == expected.tolist()
 
 
-def test_of_equal_ones_the_first_are_chosen():
+def test_top_k_prefers_the_first_of_equal_values():
     assert largest(np.array([1, -2, 2, 2, 0], np.float32), 2).tolist() == [0, 1, 1, 0, 0]
 
 
 @settings(max_examples=50, derandomize=True)
 @given(st.permutations(list(range(6))))
-def test_rows_and_names_do_not_depend_on_the_order(order):
+def test_encoding_does_not_depend_on_the_order_of_tensors(order):
     x = RNG(1).normal(size=(6, 50)).astype(np.float32)
     assert scales_of(x[order]).tolist() == scales_of(x)[order].tolist()
     for encoding in (Float16(),):
@@ -177,7 +177,7 @@ def test_draws_differ_by_seed_client_round_and_tensor():
 
 
 @pytest.mark.parametrize("odd", [65520.0, -1e6, math.inf, math.nan])
-def test_half_precision_refuses_what_would_be_infinite(odd):
+def test_half_precision_overflow_raises(odd):
     x = np.ones(300, np.float32)
     x[5] = odd
     assert Float16().encode(x, RNG(0)) is None
@@ -188,14 +188,14 @@ def test_half_precision_refuses_what_would_be_infinite(odd):
 
 
 @pytest.mark.parametrize("odd", [2e12, math.inf, math.nan])
-def test_int8_refuses_what_could_not_travel(odd):
+def test_int8_with_unsendable_values_raises(odd):
     x = np.ones((4, 100), np.float32)
     x[2, 5] = odd
     assert Int8().encode(x, RNG(0)) is None
     assert coder("int8").reply(("a", 1), {"logits": x}, {}, {}) == ({}, {})
 
 
-def test_a_difference_that_overflows_travels_whole():
+def test_overflowing_difference_is_sent_uncompressed():
     big = np.full(300, 3e38, np.float32)
     for encoding in ("float16", "int8", "top-k"):
         encoded, left = coder(encoding).reply(("a", 1), {"weights/w": big}, {"weights/w": -big}, {})
@@ -207,7 +207,7 @@ def test_a_difference_that_overflows_travels_whole():
 
 
 @pytest.mark.parametrize("encoding", ["float16", "int8", "top-k"])
-def test_what_has_a_rule_of_its_own_travels_whole(encoding):
+def test_statistics_are_sent_uncompressed(encoding):
     rng = RNG(0)
     tensors = model() | {
         "scale/fc.weight": np.full((40, 25), 0.002, np.float32),
@@ -227,7 +227,7 @@ def test_what_has_a_rule_of_its_own_travels_whole(encoding):
     }
 
 
-def test_a_tensor_that_the_base_lacks_is_no_difference():
+def test_tensor_missing_from_the_base_is_sent_uncompressed():
     tensors = model()
     base = {"weights/fc.weight": np.zeros((25, 40), np.float32)}
     encoded, _ = coder().reply(("a", 1), tensors, base, {})
@@ -238,7 +238,7 @@ def test_a_tensor_that_the_base_lacks_is_no_difference():
 # --- error feedback ---------------------------------------------------------------------------
 
 
-def test_error_feedback_sums_up_to_the_whole():
+def test_error_feedback_recovers_the_sum():
     """Sent and remaining changes sum to all changes so far, compared with an independent sum."""
     rng, name = RNG(5), "weights/w"
     base = {name: np.zeros(400, np.float32)}
@@ -255,7 +255,7 @@ def test_error_feedback_sums_up_to_the_whole():
     assert np.abs(unsent[name]).max() < 15  # each number is sent in the end
 
 
-def test_unbiased_encodings_leave_nothing():
+def test_unbiased_encodings_have_no_residual():
     for encoding in ("float16", "int8"):
         base = {name: value * 0 for name, value in model().items()}
         _, left = coder(encoding).reply(("a", 1), model(), base, {"weights/fc.weight": base})
@@ -278,7 +278,7 @@ def came(parts, base=None, limit=PLENTY):
 
 
 @pytest.mark.parametrize("encoding", ["float16", "int8", "top-k"])
-def test_a_reply_comes_back_as_base_and_difference(encoding):
+def test_reply_is_decoded_as_base_plus_difference(encoding):
     tensors, base = model(1), model(2)
     encoded, left = coder(encoding).reply(("a", 3), tensors, base, {})
     found = came(sent(tensors, Packing(encoded, digest_of(base))), base).tensors
@@ -294,7 +294,7 @@ def test_a_reply_comes_back_as_base_and_difference(encoding):
             assert np.abs(found[name] - value).max() <= unit * 1.001
 
 
-def test_a_message_without_encodings_is_as_it_was():
+def test_message_without_encodings_is_unchanged():
     tensors = model()
     manifest = wire.Manifest(
         schema_version=1, run="run-1", method="felo", round=3, sender="a",
@@ -306,7 +306,7 @@ def test_a_message_without_encodings_is_as_it_was():
     assert head.tobytes() == manifest.SerializeToString(deterministic=True)
 
 
-def test_what_is_held_is_not_sent():
+def test_held_weights_are_not_sent():
     base, rest = model(), {"logits": np.ones((2, 3), np.float32)}
     parts = sent(rest, Packing(base=digest_of(base), held=True))
     assert len(parts) == 2
@@ -315,18 +315,18 @@ def test_what_is_held_is_not_sent():
     assert all(found[name] is value for name, value in base.items())
 
 
-def test_weights_that_are_not_there_are_named():
+def test_missing_base_weights_raise():
     base = model()
     with pytest.raises(MissingBaseError, match=rf"^a: base: .*{digest_of(base)}"):
         came(sent({}, Packing(base=digest_of(base), held=True)))
 
 
-def test_nothing_is_held_without_a_base():
+def test_held_weights_without_a_base_raise():
     with pytest.raises(KnowledgeError, match=r"^a: held: "):
         came(sent({}, Packing(held=True)))
 
 
-def test_digests_tell_weights_apart():
+def test_digests_distinguish_weights():
     base = model()
     assert digest_of({}) == 0
     assert digest_of(base) == digest_of(dict(reversed(base.items()))) == digest_of(model())
@@ -451,7 +451,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_named(name):
+def test_invalid_encoding_raises(name):
     parts, message = REFUSED[name]
     with pytest.raises(KnowledgeError) as caught:
         came(parts, limit=10**9)
@@ -462,7 +462,7 @@ def test_what_is_wrong_is_named(name):
 @pytest.mark.parametrize(
     "name", ["a huge shape", "a shape beyond numbers", "a sparse tensor of a huge shape"]
 )
-def test_a_bomb_is_refused_before_anything_is_allocated(name):
+def test_oversized_tensor_raises_before_allocation(name):
     parts, _ = REFUSED[name]
     tracemalloc.start()
     try:
@@ -473,7 +473,7 @@ def test_a_bomb_is_refused_before_anything_is_allocated(name):
         tracemalloc.stop()
 
 
-def test_the_limit_is_on_what_is_decoded():
+def test_size_limit_applies_to_decoded_values():
     bits = np.zeros(12_500, np.uint8)
     parts = altered(as_it_is, bits_of(bits, 0, []), "top-k", (100_000,))
     assert came(parts).tensors["w"].tolist() == [0.0] * 100_000
@@ -481,7 +481,7 @@ def test_the_limit_is_on_what_is_decoded():
         came(parts, limit=100_000)
 
 
-def test_a_sum_beyond_half_precision_is_refused():
+def test_sum_beyond_half_precision_raises():
     base = {"w": np.full((4, 100), 65504, np.float32)}
     data = Int8().encode(np.full((4, 100), 127, np.float32), RNG(0))
     how = Encoded("int8", data, difference=True, rounded=True)

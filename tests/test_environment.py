@@ -47,7 +47,7 @@ def tunables(_):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_pages_of_freed_memory_are_kept():
+def test_freed_pages_are_kept():
     plain = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
     faults = [
         int(subprocess.check_output([sys.executable, "-c", FAULTS], env={**plain, **ours}))
@@ -56,7 +56,7 @@ def test_pages_of_freed_memory_are_kept():
     assert faults[1] < 1000 < faults[0], faults
 
 
-def test_processes_that_train_get_it_and_a_users_own_stays(monkeypatch):
+def test_training_processes_inherit_tunables_unless_set(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert for_workers()["GLIBC_TUNABLES"] == KEEPING_PAGES
     assert [found for _, found in run_parallel([1], 1, tunables)] == [KEEPING_PAGES]
@@ -72,7 +72,7 @@ def ends_itself(item):
     return ""
 
 
-def test_a_process_that_is_killed_does_not_end_the_others_command():
+def test_killed_worker_does_not_stop_the_command():
     found = dict(run_parallel([0, 1, 2], 1, ends_itself))
     assert found.keys() == {0, 1, 2}
     assert found[0] == ""
@@ -103,7 +103,7 @@ if __name__ == "__main__":
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_worker_processes_end_with_the_command(tmp_path, number):
+def test_workers_end_with_the_command(tmp_path, number):
     (tmp_path / "parallel.py").write_text(PARALLEL)
     files = [tmp_path / "first", tmp_path / "second", tmp_path / "never"]
     command = [sys.executable, str(tmp_path / "parallel.py"), *map(str, files)]
@@ -124,7 +124,7 @@ def test_worker_processes_end_with_the_command(tmp_path, number):
     assert not files[2].exists()
 
 
-def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):
+def test_unexpected_error_affects_one_run(monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("CUDA out of memory")
 
@@ -133,7 +133,7 @@ def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_the_compose_file_and_the_docs_say_the_same():
+def test_compose_file_and_docs_agree_on_tunables():
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
     found = {name: s.get("environment", {}).get("GLIBC_TUNABLES") for name, s in services.items()}
     assert {name for name, value in found.items() if value} == {"site-0", "site-1", "site-2"}
@@ -141,7 +141,7 @@ def test_the_compose_file_and_the_docs_say_the_same():
     assert f"GLIBC_TUNABLES={KEEPING_PAGES}\n" in (ROOT / "docs" / "operation.md").read_text()
 
 
-def test_what_is_inherited_is_as_before_afterwards(monkeypatch):
+def test_inherited_restores_the_environment(monkeypatch):
     monkeypatch.setenv("FEDHET_A", "1")
     with inherited({"FEDHET_A": "2", "FEDHET_B": "3"}):
         assert (os.environ["FEDHET_A"], os.environ["FEDHET_B"]) == ("2", "3")
@@ -162,7 +162,7 @@ def homeless(monkeypatch):
 
 
 @pytest.mark.usefixtures("homeless")
-def test_a_home_directory_is_needed_only_by_a_path_below_it(monkeypatch):
+def test_home_directory_is_needed_only_for_paths_below_it(monkeypatch):
     assert _state_dir("/srv/state") == Path("/srv/state")
     assert expanded("/srv/~x") == Path("/srv/~x")
     monkeypatch.setenv("FEDHET_STATE_DIR", "/srv/other")
@@ -182,7 +182,7 @@ def test_a_home_directory_is_needed_only_by_a_path_below_it(monkeypatch):
         (lambda: expanded("~no-such-user/data"), "use an absolute path"),
     ],
 )
-def test_without_a_home_directory_the_line_says_what_to_set(path, remedy):
+def test_missing_home_directory_raises(path, remedy):
     with pytest.raises(SettingsError, match=remedy):
         path()
 
@@ -198,7 +198,7 @@ def test_without_a_home_directory_the_line_says_what_to_set(path, remedy):
         ("ascii", "ignore", b"0.5  0.1  "),
     ],
 )
-def test_a_line_is_printed_in_every_encoding(monkeypatch, encoding, errors, expected):
+def test_output_is_printed_in_every_encoding(monkeypatch, encoding, errors, expected):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors))
     make_output_lenient()
@@ -225,7 +225,7 @@ def test_closed_streams_and_odd_variables_do_not_end_a_command(tmp_path, columns
     assert subprocess.run(["sh", "-c", command], env=environment, check=False).returncode == 0
 
 
-def test_a_deleted_working_directory_is_one_line(tmp_path):
+def test_deleted_working_directory_raises(tmp_path):
     """Without the check, oneMKL would end the process."""
     command = f"mkdir x && cd x && rmdir ../x && exec {sys.executable} -m fedhet methods"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -242,13 +242,13 @@ def test_a_deleted_working_directory_is_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_library_that_cannot_be_loaded_is_one_line():
+def test_failed_import_raises_one_line():
     line = r"^cannot load PyTorch: ValueError: Invalid log settings: bad\. Check the .*\.$"
     with pytest.raises(FedhetError, match=line), loading("PyTorch"):
         raise ValueError("\nInvalid log settings:\nbad")
 
 
-def test_a_run_is_not_written_below_a_path_that_is_not_utf_8(tmp_path, monkeypatch):
+def test_path_outside_utf_8_raises(tmp_path, monkeypatch):
     """Without the check, TensorBoard would end the run with a traceback."""
     (odd := tmp_path / "a\udcff").mkdir()
     monkeypatch.chdir(odd)
@@ -258,7 +258,7 @@ def test_a_run_is_not_written_below_a_path_that_is_not_utf_8(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_run_with_a_line(monkeypatch, capsys, number):
+def test_signal_ends_a_run_with_one_line(monkeypatch, capsys, number):
     ended: list[int] = []
     over = threading.Event()
     monkeypatch.setattr("fedhet.cli.training.os._exit", lambda s: (ended.append(s), over.set()))
@@ -287,7 +287,7 @@ def test_nohup_is_respected():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_commit_is_the_one_of_the_checkout(tmp_path, monkeypatch):
+def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     package = tmp_path / "src" / "fedhet" / "base"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()

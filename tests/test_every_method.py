@@ -31,7 +31,7 @@ def sent(server, number):
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_a_restored_server_sends_the_same_and_forgets_alike(tmp_path, method):
+def test_restored_server_sends_and_forgets_identically(tmp_path, method):
     """The server rolls back to a checkpoint, as if no client could use its instructions."""
     server, other = (Server(quick(method), tmp_path / name) for name in ("one", "two"))
     server.play(1)
@@ -50,7 +50,7 @@ def test_a_restored_server_sends_the_same_and_forgets_alike(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_a_client_opened_again_ends_its_last_round_as_before(tmp_path, method):
+def test_reopened_client_repeats_its_last_round(tmp_path, method):
     """Reopen the client from its state on disk, as in a new process."""
     config = quick(method)
     server = Server(config, tmp_path)
@@ -80,7 +80,7 @@ OTHERS_TOO = {"felo", "velo", "fedgems", "heterofl", "um-pfssl"}
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_a_label_space_of_its_own(tmp_path, method):
+def test_label_space_limits_gradients_and_predictions(tmp_path, method):
     """Own labels give no gradient to outputs for other classes.
 
     These classes are never predicted.
@@ -116,7 +116,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("method", ALONE)
-def test_without_the_servers_part_clients_train_alone(tmp_path, method):
+def test_disabled_server_terms_equal_local_training(tmp_path, method):
     """The private models equal those of `local` bit for bit over three rounds."""
     usual = {"clients": 3, "local_epochs": 2}
     server = Server(small(method, **usual, **ALONE[method]), tmp_path / method)
@@ -160,7 +160,7 @@ LEARNS = [
 
 
 @pytest.mark.parametrize(("method", "changes", "bounds"), LEARNS)
-def test_a_run_learns(tmp_path, method, changes, bounds):
+def test_run_learns(tmp_path, method, changes, bounds):
     found = run(small(method, clients=3, **changes), tmp_path / "run")["accuracy"]
     assert set(found["personal"]) == set(find_method(method).spec.kinds)
     for place, bound in bounds.items():
@@ -174,7 +174,7 @@ MEASURING = [name for name in method_names() if find_method(name).spec.metrics]
 
 
 @pytest.mark.parametrize("method", MEASURING)
-def test_what_a_method_measures_has_a_title(tmp_path, method):
+def test_metrics_of_a_method_have_titles(tmp_path, method):
     run(quick(method), tmp_path / "run")
     found = {name for record in records(tmp_path / "run") for name in record["method"]}
     by_class = {name for name in found if name.startswith("class_") and name[6:].isdecimal()}
@@ -186,7 +186,7 @@ def test_what_a_method_measures_has_a_title(tmp_path, method):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", method_names())
-def test_ray_gives_the_numbers_of_inline(tmp_path, method):
+def test_ray_gives_the_metrics_of_inline(tmp_path, method):
     """Use models of any kind if the method supports them, and sample half of the clients."""
     models = {"cofed": ["mlp", "sk-tree", "sk-svm", "cnn2"], "local": ["mlp", "sk-tree"]}.get(
         method, []

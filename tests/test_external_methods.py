@@ -59,7 +59,7 @@ def inline(elsewhere):
     return summary_of(elsewhere, "inline", "run", "mymethods.prototypes", "--backend", "inline")
 
 
-def test_it_runs_and_its_own_kind_of_model_is_evaluated(inline):
+def test_external_method_runs_and_evaluates_its_kind(inline):
     assert inline["method"] == "mymethods.prototypes"
     assert inline["headline"] == "personal"
     kinds = inline["accuracy"]["personal"]
@@ -73,14 +73,14 @@ def test_it_runs_and_its_own_kind_of_model_is_evaluated(inline):
     "command",
     [("run", "--backend", "ray"), pytest.param(("deploy-local",), marks=pytest.mark.slow)],
 )
-def test_ray_and_a_deployment_give_the_same(elsewhere, inline, command):
+def test_ray_and_deployment_give_identical_metrics(elsewhere, inline, command):
     name = command[0] if command[0] != "run" else "ray"
     found = summary_of(elsewhere, name, command[0], "mymethods.prototypes", *command[1:])
     for part in ("accuracy", "bytes_up", "bytes_down", "models", "rounds"):
         assert found[part] == inline[part]
 
 
-def test_the_example_that_sends_weights_averages_classifiers_and_keeps_extractors(
+def test_example_that_sends_weights_averages_classifiers_and_keeps_extractors(
     elsewhere, tmp_path, monkeypatch
 ):
     """Clients with different models train for two rounds; NumPy averages their weights."""
@@ -113,7 +113,7 @@ def test_the_example_that_sends_weights_averages_classifiers_and_keeps_extractor
     assert sorted(server.strategy.head) == names
 
 
-def test_its_settings_are_checked_and_shown(elsewhere):
+def test_settings_of_an_external_method_are_checked_and_listed(elsewhere):
     status, said = fedhet(elsewhere, "methods", "mymethods.prototypes")
     assert status == 0
     assert "class prototypes that attract features" in said
@@ -134,7 +134,7 @@ def install(where, name, *entries):
     (installed / "entry_points.txt").write_text("\n".join(["[fedhet.methods]", *entries, ""]))
 
 
-def test_an_installed_one_has_a_name_of_its_own(elsewhere):
+def test_installed_method_is_found_by_name(elsewhere):
     install(elsewhere, "mymethods", "prototypes = mymethods.prototypes")
     status, said = fedhet(elsewhere, "methods")
     assert status == 0
@@ -143,7 +143,7 @@ def test_an_installed_one_has_a_name_of_its_own(elsewhere):
     assert summary_of(elsewhere, "installed", *words)["method"] == "prototypes"
 
 
-def test_a_broken_one_hinders_no_other(elsewhere):
+def test_broken_method_does_not_affect_others(elsewhere):
     entries = ("gone = nothere.method", "data = mymethods.prototypes")
     install(elsewhere, "broken", *entries)
     status, said = fedhet(elsewhere, "methods")
@@ -158,7 +158,7 @@ def test_a_broken_one_hinders_no_other(elsewhere):
     assert "unknown setting 'nope'" in said
 
 
-def test_the_baseline_runs_on_its_settings(elsewhere, inline):
+def test_baseline_uses_settings_of_an_external_method(elsewhere, inline):
     config = str(elsewhere / "inline" / "config.toml")
     words = ("run", "local", "--config", config, "--out", str(elsewhere / "baseline"))
     status, said = fedhet(elsewhere, *words)
@@ -194,7 +194,7 @@ def test_the_baseline_runs_on_its_settings(elsewhere, inline):
         ),
     ],
 )
-def test_what_is_no_method_is_named(tmp_path, monkeypatch, code, fault, request):
+def test_invalid_method_raises(tmp_path, monkeypatch, code, fault, request):
     package = f"broken{request.node.callspec.indices['code']}"
     (tmp_path / package).mkdir()
     (tmp_path / package / "mine.py").write_text(code)
@@ -248,9 +248,7 @@ class MyClient(HetClient):
         ("declared(", "SyntaxError"),
     ],
 )
-def test_a_fault_of_a_declaration_is_one_line_with_its_place(
-    tmp_path, monkeypatch, fault, said, request
-):
+def test_invalid_declaration_raises_with_its_location(tmp_path, monkeypatch, fault, said, request):
     package = f"declared{request.node.callspec.indices['fault']}"
     (tmp_path / package).mkdir()
     file = tmp_path / package / "mine.py"
@@ -304,7 +302,7 @@ def run_failing(tmp_path, monkeypatch, request, call):
     return run
 
 
-def test_an_error_of_ones_own_strategy_is_one_line_with_its_place(run_failing, tmp_path):
+def test_error_in_a_custom_strategy_has_its_location(run_failing, tmp_path):
     status, said, file = run_failing("replies[7].nothing")
     assert status == 2, said
     line = FAILING.splitlines().index("            return RESULT") + 1
@@ -320,7 +318,7 @@ def test_an_error_of_ones_own_strategy_is_one_line_with_its_place(run_failing, t
     assert json.loads((tmp_path / "run" / "run.json").read_text())["fault"] == told
 
 
-def test_what_aggregate_returns_is_a_mapping(run_failing):
+def test_aggregate_must_return_a_mapping(run_failing):
     status, said, _ = run_failing("None")
     assert status == 2
     assert "on the server: TypeError: aggregate must return a mapping, got None." in said
@@ -361,7 +359,7 @@ class MyClient(HetClient):
     ],
     ids=["instruct", "train", "reply", "tensor"],
 )
-def test_a_slip_of_the_author_names_the_hook(
+def test_error_in_a_hook_names_the_hook(
     tmp_path, monkeypatch, request, call, name, value, expected
 ):
     package = f"slip_{request.node.callspec.id}"
@@ -377,7 +375,7 @@ def test_a_slip_of_the_author_names_the_hook(
     assert expected in " ".join((said + fault).split())
 
 
-def test_metrics_that_are_not_declared_or_no_numbers_are_named(run_failing, tmp_path):
+def test_undeclared_or_nonnumeric_metrics_raise(run_failing, tmp_path):
     status, said, _ = run_failing("{'gap': 0.25, 'lost': float('nan')}")
     assert status == 0, said
     assert "the metric 'gap' of the method is not declared in MethodSpec.metrics" in said
@@ -386,7 +384,7 @@ def test_metrics_that_are_not_declared_or_no_numbers_are_named(run_failing, tmp_
     assert last["method"] == {"gap": 0.25}
 
 
-def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):
+def test_method_named_like_a_table_raises(tmp_path, monkeypatch):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "training.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -492,7 +490,7 @@ INVALID = {
 
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", INVALID)
-def test_an_invalid_instruction_ends_the_run_and_names_the_function(kind, large, run_own):
+def test_invalid_instruction_ends_the_run_and_names_the_function(kind, large, run_own):
     value, fault = INVALID[kind]
     package = f"invalid_{kind}_{large}"
     changes = ("return mean", f"return {value}"), ("LARGE = False", f"LARGE = {large}")
@@ -507,7 +505,7 @@ def test_an_invalid_instruction_ends_the_run_and_names_the_function(kind, large,
     assert "dropped" not in said
 
 
-def test_an_invalid_instruction_for_the_evaluation_ends_the_run_in_its_round(run_own):
+def test_invalid_instruction_for_the_evaluation_ends_the_run_in_its_round(run_own):
     hook = (
         "    def changed(self, mean):",
         "    def eval_instruction(self, round, client):\n"
@@ -528,7 +526,7 @@ def test_an_invalid_instruction_for_the_evaluation_ends_the_run_in_its_round(run
         ('{}, {"stpes": 3}', "stpes: unknown field, expected one of steps; did you mean 'steps'?"),
     ],
 )
-def test_a_misspelled_field_of_a_reply_ends_the_run_in_round_1(fields, fault, run_own, request):
+def test_misspelled_field_of_a_reply_ends_the_run_in_round_1(fields, fault, run_own, request):
     package = f"misspelled{request.node.callspec.indices['fields']}"
     old = 'grouped("weights", to_arrays(self.network))'
     status, said, finished, lines = run_own(package, (old, fields))
@@ -561,7 +559,7 @@ def test_reading_a_misspelled_field_is_an_error(old, new, side, run_own, request
     assert f"line {line}" in said
 
 
-def test_a_valid_custom_average_of_weights_runs(run_own):
+def test_valid_custom_average_of_weights_runs(run_own):
     status, said, finished, _ = run_own("valid_average")
     assert (status, finished) == (0, 4), said
 
@@ -595,7 +593,7 @@ COPIED = 'dataclasses.replace(SPEC, title="a copy"{})'
         (COPIED.format(', claims_for=f"{__name__}.MyClient"'), True, ""),
     ],
 )  # fmt: skip
-def test_a_copied_declaration_does_not_inherit_claims_of_privacy(
+def test_copied_declaration_does_not_inherit_claims_of_privacy(
     spec, claims, reason, tmp_path, monkeypatch, call, request
 ):
     package = f"claiming{request.node.callspec.indices['spec']}"
@@ -623,7 +621,7 @@ def test_a_copied_declaration_does_not_inherit_claims_of_privacy(
             resolve({"method": name, f"privacy.{setting}": value})
 
 
-def test_a_claiming_method_does_not_lend_its_claims_to_a_subclass_elsewhere(tmp_path, monkeypatch):
+def test_subclass_elsewhere_does_not_inherit_claims(tmp_path, monkeypatch):
     own = CLAIMING.replace(
         "spec = SPEC", 'spec = dataclasses.replace(SPEC, claims_for="lender.a.MyClient")'
     )
@@ -643,7 +641,7 @@ def test_a_claiming_method_does_not_lend_its_claims_to_a_subclass_elsewhere(tmp_
 
 
 @pytest.mark.parametrize("defined", [("state_dict",), ("load_state_dict",), ()])
-def test_a_strategy_saves_and_restores_its_state_or_has_none(defined, tmp_path, monkeypatch):
+def test_strategy_must_define_both_state_hooks(defined, tmp_path, monkeypatch):
     """A misspelled method would change the results of resumed runs."""
     package = f"stateful{len(defined)}{len(''.join(defined))}"
     (tmp_path / package).mkdir()

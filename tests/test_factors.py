@@ -53,7 +53,7 @@ def check(tensors):
 # What is refused
 
 
-def test_a_matrix_comes_whole_or_as_factors():
+def test_matrix_is_sent_in_full_or_as_factors():
     check(sound())
     none = {"update/conv.weight/left": f32(6, 0), "update/conv.weight/right": f32(0, 8)}
     check({**sound(), **none})
@@ -87,7 +87,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_named(case):
+def test_invalid_factors_raise(case):
     changes, words = REFUSED[case]
     tensors = {**sound(), **changes}
     with pytest.raises(KnowledgeError, match=words) as caught:
@@ -104,7 +104,7 @@ matrices = st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(0, 2**32 
 
 @settings(deadline=None, max_examples=60)
 @given(matrices, st.floats(0.01, 1.0))
-def test_the_factors_are_the_least_of_enough_energy(drawn, energy):
+def test_rank_is_the_smallest_with_enough_energy(drawn, energy):
     """Eq. 8 with the eigenvalues of M^T M instead of the singular values of M."""
     rows, columns, seed = drawn
     rng = np.random.default_rng(seed)
@@ -121,13 +121,13 @@ def test_the_factors_are_the_least_of_enough_energy(drawn, energy):
     assert lost == pytest.approx(squares[rank:].sum(), rel=1e-6, abs=1e-12)
 
 
-def test_a_matrix_of_zeros_has_no_factors_to_speak_of():
+def test_zero_matrix_has_rank_one():
     left, right = factors(np.zeros((4, 3), np.float32), 0.9)
     assert (left.shape, right.shape) == ((4, 0), (0, 3))
     assert min_rank(np.array([2.0, 1.0, 0.0]), 1.0) == 2
 
 
-def test_the_energy_rises_over_the_rounds():
+def test_energy_rises_over_the_rounds():
     """Eq. 9 at t = r / R."""
     found = [energy_kept(r, 4, 0.5, 0.9) for r in (1, 2, 4)]
     np.testing.assert_allclose(found, [0.6, 0.7, 0.9])
@@ -135,7 +135,7 @@ def test_the_energy_rises_over_the_rounds():
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8))
-def test_what_is_packed_is_unpacked(seed, rank):
+def test_packing_round_trips(seed, rank):
     rng = np.random.default_rng(seed)
     changes = {
         name: rng.normal(size=shape).astype(dtype) for name, (shape, dtype) in SHAPES.items()
@@ -155,7 +155,7 @@ def test_what_is_packed_is_unpacked(seed, rank):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_the_most_rank_is_the_last_that_saves():
+def test_maximum_rank_is_the_largest_that_saves_bytes():
     for rows, columns in [(1, 1), (6, 8), (64, 128), (10, 64), (2, 1000)]:
         most = max_rank((rows, columns))
         assert most * (rows + columns) < rows * columns or most == 0
@@ -165,7 +165,7 @@ def test_the_most_rank_is_the_last_that_saves():
 # What the server makes of it
 
 
-def test_products_are_made_when_they_are_used():
+def test_products_are_computed_lazily():
     tensors = sound()
     client = ClientInfo("a", "mlp", 10, 10, "image", (1, 8, 8))
     sizes = Sizes({}, {"update": SHAPES})
@@ -190,7 +190,7 @@ def test_products_are_made_when_they_are_used():
 
 
 @pytest.mark.parametrize("value", [1e7, 3e30])
-def test_a_product_beyond_the_limit_drops_its_reply(value):
+def test_reply_with_an_oversized_product_is_dropped(value):
     tensors = sound() | {f"{CONV}/left": np.full((6, 3), value, "float32")}
     tensors[f"{CONV}/right"] = np.full((3, 8), value, "float32")
     client = ClientInfo("a", "mlp", 10, 10, "image", (1, 8, 8))
@@ -225,7 +225,7 @@ def negated(tensors):
             tensors[name] *= -1
 
 
-def test_a_change_is_compared_by_its_product(tmp_path):
+def test_outlier_check_compares_products(tmp_path):
     """The split between the factors does not matter; clipping scales the right factor."""
 
     def scaled(tensors):

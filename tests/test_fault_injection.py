@@ -17,7 +17,7 @@ ROUNDS = range(1, 1001)
 
 
 @pytest.mark.parametrize("fault", ["drop-out", "straggler"])
-def test_the_share_is_met_and_each_draw_is_its_own(fault):
+def test_dropout_rate_holds_and_draws_are_independent(fault):
     hit = {
         name: np.array([is_hit(0, name, number, fault, 0.2) for number in ROUNDS])
         for name in ("client-0", "client-1")
@@ -33,7 +33,7 @@ def test_the_share_is_met_and_each_draw_is_its_own(fault):
     assert not any(is_hit(0, "client-0", number, fault, 0.0) for number in ROUNDS)
 
 
-def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
+def test_dropped_client_does_not_reply(tmp_path):
     config = small("felo", rounds=3, drop_outs=0.4, max_silences=0)
     run(config, tmp_path / "run")
     lost = 0
@@ -49,14 +49,14 @@ def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
     assert lost > 0
 
 
-def test_a_straggler_takes_longer_and_computes_the_same(tmp_path):
+def test_straggler_takes_longer_and_computes_the_same(tmp_path):
     plain = run(small("local", rounds=1, clients=2), tmp_path / "plain")
     slow = run(small("local", rounds=1, clients=2, stragglers=1.0, slowdown=2.0), tmp_path / "slow")
     assert without_times(slow) == without_times(plain)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 0.15), (0.0, 0.05)])
-def test_a_straggler_takes_that_many_times_as_long(share, expected):
+def test_straggler_is_slower_by_the_factor(share, expected):
     settings = small(stragglers=share, slowdown=3.0).run
     started = time.perf_counter()
     with injected_faults(settings, "client-0", 1):
@@ -67,19 +67,19 @@ def test_a_straggler_takes_that_many_times_as_long(share, expected):
 
 
 @pytest.mark.parametrize("setting", ["drop_outs", "stragglers"])
-def test_in_a_deployment_sites_fail_by_themselves(setting):
+def test_fault_injection_raises_in_a_deployment(setting):
     with pytest.raises(SettingsError, match="deployment"):
         check_deployable(small(**{setting: 0.5}))
 
 
-def test_a_site_does_not_follow_them():
+def test_site_ignores_fault_injection():
     asked = {**SHIPPED, "pace.drop-outs": 0.9, "pace.stragglers": 1.0, "pace.slowdown": 1e3}
     taken = permitted(PARTITION, asked)
     assert not {name for name in taken if name in ("pace.drop-outs", "pace.stragglers")}
 
 
 @pytest.mark.slow
-def test_ray_gives_the_numbers_of_inline(tmp_path):
+def test_ray_gives_the_metrics_of_inline(tmp_path):
     changes = {"rounds": 2, "drop_outs": 0.4, "max_silences": 0}
     inline = run(small("felo", **changes), tmp_path / "inline")
     on_ray = run(small("felo", backend="ray", **changes), tmp_path / "ray")

@@ -165,7 +165,7 @@ def failed(record: dict) -> set[str]:
     return set(record["failed"])
 
 
-def test_a_client_killed_in_training_is_named_and_rejoins(deployment, tmp_path):
+def test_client_killed_in_training_is_named_and_rejoins(deployment, tmp_path):
     going = Run(deployment, tmp_path / "run")
     going.wait_for_round(2)
     training(deployment, 1).kill()
@@ -180,7 +180,7 @@ def test_a_client_killed_in_training_is_named_and_rejoins(deployment, tmp_path):
     assert "round-000001.safetensors" in states(deployment, 1)
 
 
-def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path):
+def test_site_resumes_after_power_loss(deployment, tmp_path):
     going = Run(deployment, tmp_path / "run", rounds=5)
     going.wait_for_round(2)
     training(deployment, 1)
@@ -197,7 +197,7 @@ def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path)
     assert not any("left out" in line and "another task" in line for line in going.said)
 
 
-def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment, tmp_path):
+def test_killed_and_restarted_site_does_not_stall_a_round(deployment, tmp_path):
     """The server accepts the new session after up to 57 s.
 
     Flower may not notice the failure before.
@@ -225,7 +225,7 @@ def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment,
     assert "client-1" in recorded[-1]["answered"]
 
 
-def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path):
+def test_round_with_a_hanging_client_ends_at_the_timeout(deployment, tmp_path):
     going = Run(deployment, tmp_path / "run", round_timeout=100.0)
     going.wait_for_round(2)
     hanging = training(deployment, 2)
@@ -240,7 +240,7 @@ def test_a_client_that_hangs_ends_its_round_at_the_timeout(deployment, tmp_path)
 
 
 @pytest.mark.parametrize("clients_too", [False, True], ids=["the server", "server and clients"])
-def test_a_killed_server_resumes_as_if_nothing_had_happened(deployment, tmp_path, clients_too):
+def test_killed_server_resumes_with_identical_metrics(deployment, tmp_path, clients_too):
     going = Run(deployment, tmp_path / "run", local_epochs=100)
     going.wait_for_round(2)
     training(deployment, 0)
@@ -265,9 +265,7 @@ def test_a_killed_server_resumes_as_if_nothing_had_happened(deployment, tmp_path
     assert without_times(resumed) == without_times(whole)
 
 
-def test_a_deployment_is_backed_up_and_goes_on_elsewhere_with_a_renewed_certificate(
-    deployment, tmp_path
-):
+def test_deployment_resumes_from_a_backup_with_a_renewed_certificate(deployment, tmp_path):
     going = Run(deployment, tmp_path / "run", local_epochs=100)
     going.wait_for_round(2)
     training(deployment, 0)
@@ -296,7 +294,7 @@ def test_a_deployment_is_backed_up_and_goes_on_elsewhere_with_a_renewed_certific
     assert without_times(resumed) == without_times(whole)
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     def full(self, round, *state):
         if round == 3:
             raise OSError(28, "No space left on device")
@@ -319,7 +317,7 @@ def is_alive(process):
     return False
 
 
-def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
+def test_suspended_site_continues_after_90_seconds(deployment, tmp_path):
     """All of its processes are suspended like on a sleeping machine, and then continue."""
     going = Run(deployment, tmp_path / "run", rounds=4)
     going.wait_for_round(2)
@@ -339,7 +337,7 @@ def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
     assert "client-1" in recorded[-1]["answered"]
 
 
-def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deployment, tmp_path):
+def test_suspended_site_replies_late(deployment, tmp_path):
     """Rounds close with two of three replies. A short suspension costs no round.
 
     A node sends a heartbeat every 21 to 27 s, and Flower gives it up 60 s after its last heartbeat.
@@ -368,7 +366,7 @@ def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deploym
     assert "client client-2's reply for round" in said
 
 
-def test_a_million_epochs_are_refused_by_the_sites_and_end_with_the_run(deployment, tmp_path):
+def test_sites_reject_a_million_epochs(deployment, tmp_path):
     said: list[str] = []
     config = small("felo", clients=3, local_epochs=10**6, join_timeout=120.0)
     config = placed(config, tmp_path / "r")

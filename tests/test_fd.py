@@ -61,7 +61,7 @@ def global_ensembling(replies, client):
     return found
 
 
-def test_each_client_is_sent_the_mean_of_the_others(tmp_path):
+def test_clients_receive_the_mean_of_other_clients(tmp_path):
     """Use the latest reply of each client.
 
     Two of four clients reply in a round, and clients lack classes.
@@ -86,7 +86,7 @@ def test_each_client_is_sent_the_mean_of_the_others(tmp_path):
         )
 
 
-def test_of_two_clients_each_is_sent_the_others_own(tmp_path):
+def test_two_clients_receive_each_other(tmp_path):
     server = Server(fd(clients=2, models="mlp"), tmp_path)
     replies = learn(server, 1)
     for asked in server.ask(2):
@@ -100,7 +100,7 @@ def one_hot(*classes):
     return np.eye(10)[list(classes)]
 
 
-def test_a_class_that_no_other_client_has_is_not_taught(tmp_path):
+def test_class_of_one_client_is_not_sent_back(tmp_path):
     server = Server(fd(), tmp_path)
     replies = [
         reply_from(server, "client-0", of_classes([1, 2], probabilities=one_hot(1, 2))),
@@ -118,7 +118,7 @@ def test_a_class_that_no_other_client_has_is_not_taught(tmp_path):
     assert (sent["client-2"]["probabilities"] == np.vstack([half, one_hot(2, 4)])).all()
 
 
-def test_what_a_client_contributed_is_forgotten(tmp_path):
+def test_departed_client_is_forgotten(tmp_path):
     server = Server(fd(models="mlp"), tmp_path)
     replies = learn(server, 1)
     server.strategy.forget("client-1")
@@ -142,7 +142,7 @@ PARTS = st.lists(
 
 
 @given(PARTS)
-def test_what_is_left_is_the_mean_of_the_others(clients):
+def test_mean_excludes_the_departed_client(clients):
     """The result holds for any assignment of classes, and each vector is again a distribution."""
     parts = [
         (
@@ -178,7 +178,7 @@ def projected(vector):
 
 
 @given(st.integers(0, 2**31), st.integers(1, 6), st.sampled_from([1e-6, 0.3, 50.0]))
-def test_what_is_no_distribution_becomes_the_nearest(seed, width, size):
+def test_invalid_distribution_is_projected(seed, width, size):
     vectors = size * np.random.default_rng(seed).normal(size=(5, width))
     found = nearest_distributions(vectors)
     assert (found >= 0).all()
@@ -187,7 +187,7 @@ def test_what_is_no_distribution_becomes_the_nearest(seed, width, size):
         np.testing.assert_allclose(row, projected(vector), atol=1e-5)
 
 
-def test_what_is_a_distribution_stays():
+def test_valid_distribution_is_unchanged():
     rows = np.array([[0.2, 0.8, 0.0], [0.0, 0.99999, 0.0]])
     assert (nearest_distributions(rows) == rows.astype(np.float32)).all()
     assert nearest_distributions(np.zeros((1, 4))).tolist() == [[0.25] * 4]
@@ -219,7 +219,7 @@ def local_training(client, knowledge, gamma):
     return model, {label: total[label] / count[label] for label in sorted(total)}
 
 
-def test_a_clients_round_is_the_local_training_phase(tmp_path):
+def test_round_of_a_client_equals_the_local_training_phase(tmp_path):
     """Train for three epochs.
 
     Samples of a class without a teacher contribute only cross-entropy.
@@ -237,7 +237,7 @@ def test_a_clients_round_is_the_local_training_phase(tmp_path):
     )
 
 
-def test_the_regularizer_reaches_the_own_model_alone():
+def test_regularizer_has_gradients_only_for_the_student():
     """Its gradient is F minus the teacher's F, and 0 for a class without a teacher."""
     rng = np.random.default_rng(1)
     logits = torch.tensor(rng.normal(size=(6, 4)), dtype=torch.float32, requires_grad=True)
@@ -260,7 +260,7 @@ def test_the_regularizer_reaches_the_own_model_alone():
     assert not teacher.log_probabilities.requires_grad
 
 
-def test_a_probability_of_zero_teaches(tmp_path):
+def test_zero_probability_has_a_finite_loss(tmp_path):
     """Its logarithm must not be minus infinity, because the product with 0 would be NaN."""
     client = opened(fd(models="mlp"), tmp_path)
     sure = Knowledge({"classes": np.array([3]), "probabilities": one_hot(3).astype(np.float32)})
@@ -269,7 +269,7 @@ def test_a_probability_of_zero_teaches(tmp_path):
     assert np.isfinite(client.loss)
 
 
-def test_a_label_space_of_its_own(tmp_path):
+def test_label_space_of_its_own(tmp_path):
     """Outputs for other classes get no gradient from the regularizer either, and are sent as 0."""
     server = Server(fd(models="mlp", **SPACES, **{"fd.gamma": 3.0}), tmp_path)
     learn(server, 1)
@@ -291,12 +291,12 @@ def test_a_label_space_of_its_own(tmp_path):
                 np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
 
 
-def test_nothing_but_class_probabilities_travels(tmp_path):
+def test_only_class_probabilities_are_sent(tmp_path):
     assert_only_rows_per_class(fd(models=["mlp", "cnn2", "cnn3"]), tmp_path, "probabilities")
 
 
 @pytest.mark.parametrize("average", ["median", "filter"])
-def test_a_robust_average_is_of_distributions(tmp_path, average):
+def test_robust_average_returns_distributions(tmp_path, average):
     """One of five clients permutes its classes; the other clients' averages hardly change."""
     config = fd(clients=5, models="mlp", alpha=100.0, **{"defense.average": average})
     server = Server(config, tmp_path)

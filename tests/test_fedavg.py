@@ -45,7 +45,7 @@ def expected(state, part):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("part", ["all", "all-but-norms", "extractor", "head"])
-def test_the_part_of_a_model(name, part):
+def test_part_selects_tensors(name, part):
     model = build(name, (3, 32, 32), 7, seed=0)
     state = model.state_dict()
     wanted = expected(state, part)
@@ -59,7 +59,7 @@ def test_the_part_of_a_model(name, part):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_but_the_part_travels(tmp_path, method):
+def test_only_the_part_is_sent(tmp_path, method):
     server = Server(federation(method, models="cnn2"), tmp_path)
     asked = server.ask(1)
     info = client_of(asked[0][0]).info
@@ -76,7 +76,7 @@ def test_nothing_but_the_part_travels(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", [*METHODS, "fml"])
-def test_the_server_averages_by_samples(tmp_path, method):
+def test_server_averages_by_samples(tmp_path, method):
     """McMahan et al., Algorithm 1: w <- sum over k of n_k / n w_k."""
     server = Server(federation(method, clients=4, fraction=0.75), tmp_path)
     answers = server.answers(server.ask(1))
@@ -93,7 +93,7 @@ def test_the_server_averages_by_samples(tmp_path, method):
 
 
 @pytest.mark.parametrize("beta", [0.25, 2.0])
-def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path, beta):
+def test_pfedme_server_keeps_a_fraction_of_its_model(tmp_path, beta):
     """T. Dinh et al., Algorithm 1, line 12: w <- (1 - beta) w + beta sum of w_i / S."""
     server = Server(federation("pfedme", models="mlp", **{"pfedme.beta": beta}), tmp_path)
     asked = server.ask(1)
@@ -107,7 +107,7 @@ def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path, beta):
         np.testing.assert_allclose(value, moved, rtol=1e-4, atol=1e-6)
 
 
-def test_beyond_the_average_running_statistics_are_those_of_the_average():
+def test_pfedme_server_extrapolates_only_weights():
     """With beta = 2, the variance 2 * 0.4 - 1 would be negative."""
     old = {"a.weight": np.float32([1]), "a.running_mean": np.float32([3])}
     new = {"a.weight": np.float32([4]), "a.running_mean": np.float32([5])}
@@ -174,7 +174,7 @@ ROUNDS = {
 
 
 @pytest.mark.parametrize("method", ROUNDS)
-def test_a_clients_round_is_its_algorithm(tmp_path, method):
+def test_round_of_a_client_equals_the_algorithm(tmp_path, method):
     """The second round, in which the client's state differs from the server's instruction."""
     chosen, algorithm = ROUNDS[method]
     server = Server(federation(method, models="mlp", **PLAIN, **chosen), tmp_path)
@@ -230,7 +230,7 @@ def slow_bayes(client, instruction, *, zeta, steps, noise, eps, loss=F.cross_ent
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.25])
-def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, steady_adam, noise):
+def test_pfedbayes_distributions_equal_the_algorithm(tmp_path, monkeypatch, steady_adam, noise):
     """In the second round, personal distributions are the client's, localized ones the server's."""
     monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.ones(shape))
     bayes = {"pfedbayes.zeta": 3.0, "pfedbayes.steps": 2, "pfedbayes.noise": noise}
@@ -275,7 +275,7 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
 
 
 @pytest.mark.parametrize("method", PARTS)
-def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
+def test_other_tensors_stay_on_the_client(tmp_path, method):
     """At the start of a round, exchanged tensors are the server's, and the others the client's."""
     server = Server(federation(method, models="cnn2"), tmp_path)
     server.play(1)
@@ -296,7 +296,7 @@ def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_averages_are_judged_with_each_clients_own_rest(tmp_path, method):
+def test_averages_are_evaluated_with_tensors_of_each_client(tmp_path, method):
     server = Server(federation(method, models="cnn2"), tmp_path)
     server.play(1)
     asked = server.ask(2)
@@ -314,13 +314,13 @@ def test_the_averages_are_judged_with_each_clients_own_rest(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_judges_both_kinds(tmp_path, method):
+def test_run_evaluates_both_kinds(tmp_path, method):
     summary = run(federation(method), tmp_path / "run")
     assert set(summary["accuracy"]["personal"]) == {"private", "global"}
     assert len(records(tmp_path / "run")) == 2
 
 
-def test_each_evaluation_judges_the_current_average_at_every_client(tmp_path):
+def test_every_client_evaluates_the_current_average(tmp_path):
     """Clients that were not sampled also evaluate; the average is read from the checkpoint."""
     config = federation("fedavg", models="mlp", clients=4, fraction=0.25, rounds=3)
     run(config, tmp_path / "run")
@@ -343,7 +343,7 @@ def test_all_clients_must_have_one_model(tmp_path, method):
         Server(federation(method, models=["mlp", "cnn2"]), tmp_path)
 
 
-def test_lg_fedavgs_heads_agree_whatever_the_extractors(tmp_path):
+def test_lg_fedavg_heads_agree_for_all_extractors(tmp_path):
     server = Server(federation("lg-fedavg", models=["mlp", "cnn2", "cnn3"]), tmp_path)
     answers = server.answers(server.ask(1))
     assert {reply_of(r).tensors["weights/classifier.weight"].shape for _, r in answers} == {

@@ -94,7 +94,7 @@ def one_round(server):
 # The mathematics
 
 
-def test_an_average_of_no_model_is_an_error():
+def test_average_of_no_model_raises():
     with pytest.raises(ValueError, match="positive total weight"):
         RunningAverage().mean()
 
@@ -118,7 +118,7 @@ def test_without_distillation_each_architecture_has_its_average(tmp_path):
     ("lr", "closest"),
     [(3e-3, {"mlp": 3, "cnn2": 3}), (8e-3, {"mlp": 0, "cnn2": 3}), (0.02, {"mlp": 0, "cnn2": 0})],
 )
-def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam, lr, closest):
+def test_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam, lr, closest):
     """The result is the closest model to the teacher among the average and each epoch's student."""
     chosen = {"feddf.epochs": 3, "feddf.batch-size": 10_000, "feddf.lr": lr}
     server = Server(federation(clients=3, **chosen), tmp_path)
@@ -137,7 +137,7 @@ def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam
     assert 0 < figures["distillation_loss"] < 10
 
 
-def test_the_closest_student_is_kept_and_judged_in_evaluation_mode():
+def test_best_student_is_kept_in_evaluation_mode():
     """The weights are the teacher's plus noise, scaled by 3, 1, 2, and 1."""
     student, x = build("cnn2-dropout", (1, 8, 8), 10, seed=0).train(), torch.rand(20, 1, 8, 8)
     start = copy.deepcopy(student.state_dict())
@@ -153,7 +153,7 @@ def test_the_closest_student_is_kept_and_judged_in_evaluation_mode():
         np.testing.assert_allclose(closest.weights[name], value + 0.02 * (value.ndim > 0))
 
 
-def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
+def test_replies_are_not_kept_and_models_not_shared(tmp_path):
     """The server keeps only sums, and the replies of the next round do not change its models."""
     server = Server(federation(), tmp_path)
     answers, _ = one_round(server)
@@ -172,7 +172,7 @@ def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
     assert all(same(models[name], server.strategy.models[name]) for name in models)
 
 
-def test_only_weights_travel_and_none_at_first(tmp_path):
+def test_only_weights_are_sent_and_none_at_first(tmp_path):
     server = Server(federation(), tmp_path)
     asked = server.ask(1)
     assert not any(instruction_of(each).tensors for each in asked)
@@ -183,7 +183,7 @@ def test_only_weights_travel_and_none_at_first(tmp_path):
         assert not knowledge.scalars
 
 
-def test_a_model_whose_logits_are_useless_is_refused_and_teaches_nothing(tmp_path):
+def test_model_with_invalid_logits_is_dropped(tmp_path):
     def spoil(tensors):
         for name, value in tensors.items():  # pixels are negative, for the most part
             value[...] = -1e11 if "extractor" in name else 1e11
@@ -208,7 +208,7 @@ def test_a_model_whose_logits_are_useless_is_refused_and_teaches_nothing(tmp_pat
     assert all(same(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_an_architecture_without_a_reply_keeps_its_model(tmp_path):
+def test_architecture_without_a_reply_keeps_its_model(tmp_path):
     server = Server(federation(), tmp_path)
     server.play(1)
     before = copy.deepcopy(server.strategy.models)
@@ -218,7 +218,7 @@ def test_an_architecture_without_a_reply_keeps_its_model(tmp_path):
     assert not same(server.strategy.models["mlp"], before["mlp"])
 
 
-def test_a_distillation_that_diverges_leaves_the_models_as_they_were(tmp_path):
+def test_diverging_distillation_keeps_the_averages(tmp_path):
     server = Server(federation(), tmp_path)
     server.play(1)
     before = copy.deepcopy(server.strategy.models)
@@ -241,7 +241,7 @@ def test_a_distillation_that_diverges_leaves_the_models_as_they_were(tmp_path):
 # The clients, and runs
 
 
-def test_a_client_starts_from_the_fused_model(tmp_path):
+def test_client_starts_from_the_fused_model(tmp_path):
     """A step with a tiny learning rate leaves the model as it was sent."""
     server = Server(federation(models="mlp", **{"training.lr": 1e-12}), tmp_path)
     server.play(1)
@@ -252,7 +252,7 @@ def test_a_client_starts_from_the_fused_model(tmp_path):
         np.testing.assert_allclose(value, sent[name], atol=1e-8)
 
 
-def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     config = federation(rounds=4, clients=3, fraction=0.67, alpha=1.0, models="mlp", local_epochs=3)
     summary = cut_and_resumed(config, tmp_path)
     common = summary["accuracy"]["common"]

@@ -217,7 +217,7 @@ UNSTEADY = {"lr": 0.2, "fedgems.server-epochs": 1}
     ids=lambda each: ",".join(map(str, each.values())) if isinstance(each, dict) else "",
 )
 @pytest.mark.usefixtures("steady_adam")
-def test_the_server_follows_the_paper(tmp_path, changes, parts):
+def test_server_equals_the_paper(tmp_path, changes, parts):
     """Compare over several rounds with independent weights and memory."""
     few = {"rounds": 3, "clients": 3, "max_samples": 200, "batch_size": 10}
     chosen = {**few, "weight_decay": 1e-3, "fedgems.server-epochs": 2, **SGD, **changes}
@@ -283,7 +283,7 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
         ("ensemble", "mean", "'weighted'"),
     ],
 )
-def test_fedgem_has_no_components_to_take_away(name, value, default):
+def test_fedgem_has_no_component_settings(name, value, default):
     with pytest.raises(
         SettingsError,
         match=rf"'fedgems\.{name}'.*{default}",
@@ -291,7 +291,7 @@ def test_fedgem_has_no_components_to_take_away(name, value, default):
         fedgems(**{"fedgems.selective": False, f"fedgems.{name}": value})
 
 
-def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
+def test_clients_send_logits_for_requested_samples(tmp_path):
     server = Server(fedgems(rounds=2), tmp_path / "run")
     for number in (1, 2):
         asked, answers = server.play(number)
@@ -307,7 +307,7 @@ def test_clients_answer_with_their_logits_on_what_they_are_asked(tmp_path):
         assert server.flower.state.record.method["upload_ratio"] == len(rows) / 60
 
 
-def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
+def test_selection_reduces_the_upload(tmp_path):
     ratios, ups = [], []
     server = Server(fedgems(rounds=5, lr=0.01), tmp_path / "gems")
     for number in range(1, 6):
@@ -381,7 +381,7 @@ def notices_of(server):
     return said
 
 
-def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_path):
+def test_diverging_reply_costs_one_round(tmp_path):
     """The server restores its weights, logs this, and learns again from the next round."""
     config = unstable(rounds=4, outlier_factor=0.0, clip_factor=0.0, keep_optimizer=True)
     server = Server(config, tmp_path / "run")
@@ -402,7 +402,7 @@ def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_pat
     assert "client-0, client-1, client-2, client-3, client-4 in this round are discarded" in said
 
 
-def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
+def test_outlier_check_drops_the_diverging_reply(tmp_path):
     server = Server(unstable(rounds=2), tmp_path / "run")
     server.flower.aggregate_fit(1, lie(server.answers(server.ask(1))), [])
     assert server.flower.state.record.failed.keys() == {"client-1"}
@@ -410,7 +410,7 @@ def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "rounds", "last"), [(3, 9, 3), (1, 9, 1), (0, 2, 2)])
-def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
+def test_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
     """The run ends after `engine.max-divergences` rounds, or after the last if it never learned."""
     rates = [1000000.0, 0.001, 0.001, 0.001, 0.001]
     server = Server(unstable(rounds=rounds, lr=rates, max_divergences=limit), tmp_path / "run")
@@ -424,7 +424,7 @@ def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds
     assert all(np.isfinite(value).all() for value in after.values()), "as a checkpoint must be"
 
 
-def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
+def test_unsendable_logits_count_as_divergence(tmp_path):
     """One step leaves the loss unchanged, and makes logits that clients do not accept."""
     config = unstable(
         lr=[1000000.0, 0.001, 0.001, 0.001, 0.001], batch_size=64, **{"fedgems.server-epochs": 1}
@@ -438,7 +438,7 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
     assert math.isfinite(loss)
 
 
-def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
+def test_only_consecutive_divergence_ends_the_run(tmp_path):
     """Every second round diverges, and the run continues, also after a restored checkpoint."""
     server = Server(
         unstable(rounds=9, max_divergences=2, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run"
@@ -457,7 +457,7 @@ def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
 # --- what is sent of the server's logits ----------------------------------------------------
 
 
-def test_before_the_server_has_trained_it_has_nothing_to_say(tmp_path):
+def test_untrained_server_sends_no_logits(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     asked, _ = server.play(1)
     assert all("logits" not in instruction_of(each).tensors for each in asked)
@@ -480,7 +480,7 @@ def frozen_but_for(server, rows_of_round):
     strategy.learner.predict = changed
 
 
-def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
+def test_only_changed_logits_are_sent_and_absent_clients_catch_up(tmp_path):
     config = fedgems(rounds=9, fraction=0.5)
     server = Server(config, tmp_path / "run")
     strategy = server.strategy
@@ -509,7 +509,7 @@ def test_only_what_changed_is_sent_and_who_was_away_catches_up(tmp_path):
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
 
-def test_who_did_not_reply_receives_all_logits_again(tmp_path):
+def test_silent_client_receives_all_logits_again(tmp_path):
     server = Server(fedgems(rounds=5), tmp_path / "run")
     frozen_but_for(server, {n: np.arange(n) for n in range(2, 6)})
     server.play(1)
@@ -521,7 +521,7 @@ def test_who_did_not_reply_receives_all_logits_again(tmp_path):
     assert whole == [name == names[0] for name in names]
 
 
-def test_a_part_that_is_more_bytes_is_sent_whole(tmp_path):
+def test_partial_update_larger_than_full_is_sent_in_full(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     server.play(1)
     server.play(2)
@@ -565,7 +565,7 @@ def client_by_the_paper(client, model, number, teacher, epsilon):
 @pytest.mark.parametrize("taught", [True, False])
 @pytest.mark.parametrize("epsilon", [0.75, 0.1])
 @pytest.mark.usefixtures("steady_adam")
-def test_a_client_follows_algorithm_1(tmp_path, taught, epsilon):
+def test_client_equals_algorithm_1(tmp_path, taught, epsilon):
     client = opened(
         tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon, "fedgems.public-epochs": 2}
     )
@@ -584,7 +584,7 @@ def test_a_client_follows_algorithm_1(tmp_path, taught, epsilon):
     np.testing.assert_allclose(answer, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_asked_for_nothing_a_client_answers_with_nothing(tmp_path):
+def test_empty_request_gets_an_empty_reply(tmp_path):
     client = opened(tmp_path)
     told = Knowledge({"wanted": np.packbits(np.zeros(len(client.public), bool))})
     assert client.train(1, told).tensors["logits"].shape == (0, 10)
@@ -598,7 +598,7 @@ def test_asked_for_nothing_a_client_answers_with_nothing(tmp_path):
         ({"logits": (7, 10), "changed": 8}, "expected 8 rows, got 7"),
     ],
 )
-def test_logits_that_do_not_fit_are_named(tmp_path, told, fault):
+def test_invalid_logits_raise(tmp_path, told, fault):
     client = opened(tmp_path)
     bits = np.packbits(np.arange(60) < min(told.get("changed", 0), 59))
     tensors = {"logits": np.zeros(told["logits"], np.float32)}
@@ -607,7 +607,7 @@ def test_logits_that_do_not_fit_are_named(tmp_path, told, fault):
         client.train(2, Knowledge(tensors))
 
 
-def test_a_reply_with_other_rows_than_asked_is_dropped(tmp_path):
+def test_reply_with_other_rows_is_dropped(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     answers = server.answers(server.ask(1))
     server.strategy.wanted[:] = True
@@ -623,7 +623,7 @@ def rows_of(x):
     return {row.tobytes() for row in np.ascontiguousarray(x.numpy())}
 
 
-def test_no_client_owns_a_public_sample(tmp_path):
+def test_public_samples_belong_to_no_client(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     public = rows_of(server.strategy.x)
     assert len(public) == 60
@@ -633,7 +633,7 @@ def test_no_client_owns_a_public_sample(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
+def test_site_with_a_public_sample_raises(tmp_path, part):
     """The public fraction is from the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
     public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
@@ -649,13 +649,13 @@ def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
     config.method.client(config, node).sizes()
 
 
-def test_generated_rows_are_refused(tmp_path):
+def test_generated_rows_raise(tmp_path):
     table = {"dataset": "breast-cancer", "public_dataset": "generated", "public_samples": 40}
     with pytest.raises(SettingsError, match="labels"):
         Server(fedgems(**table), tmp_path / "run")
 
 
-def test_the_servers_model_is_judged_as_kind_server(tmp_path):
+def test_server_model_is_evaluated_as_kind_server(tmp_path):
     server = Server(fedgems(rounds=2), tmp_path / "run")
     for number in (1, 2):
         server.play(number)
@@ -672,7 +672,7 @@ def test_the_servers_model_is_judged_as_kind_server(tmp_path):
     assert "server" in summary.history[0].accuracy["common"]
 
 
-def test_it_is_judged_only_when_the_clients_are(tmp_path):
+def test_server_model_is_evaluated_in_evaluation_rounds(tmp_path):
     run(fedgems(rounds=3, evaluate_every=2), tmp_path / "run")
     judged = [bool(record["accuracy"]) for record in records(tmp_path / "run")]
     assert judged == [False, True, True]
@@ -681,7 +681,7 @@ def test_it_is_judged_only_when_the_clients_are(tmp_path):
 # --- checkpoints ----------------------------------------------------------------------------
 
 
-def test_a_restored_server_continues_bit_for_bit(tmp_path):
+def test_restored_server_continues_bit_for_bit(tmp_path):
     config = fedgems(rounds=4, fraction=0.75)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
@@ -701,7 +701,7 @@ def test_a_restored_server_continues_bit_for_bit(tmp_path):
     assert same(server.strategy.state_dict(), other.strategy.state_dict())
 
 
-def test_the_logits_that_a_client_holds_outlive_its_process(tmp_path):
+def test_logits_of_a_client_survive_its_process(tmp_path):
     config = fedgems(rounds=3)
     server = Server(config, tmp_path / "run")
     server.play(1)

@@ -53,12 +53,12 @@ def heads(seed=0):
     return list(rng.normal(size=(3, 3, 2))), list(rng.normal(size=(3, 3)))
 
 
-def test_a_client_weighs_by_its_share_of_the_classes_samples():
+def test_client_weight_is_its_fraction_of_the_class():
     expected = [[0.25, 0, 0.125], [0.75, 0, 0.375], [0, 0, 0.5]]
     np.testing.assert_allclose(label_weights(COUNTS), expected)
 
 
-def test_the_ensemble_is_the_weighted_mean_of_the_clients_logits():
+def test_ensemble_is_the_weighted_mean_of_logits():
     """Eq. 4: sum_k w_k^y (W_k z + b_k), by loops over samples and clients."""
     weights, biases = heads()
     shares = label_weights(COUNTS)
@@ -81,7 +81,7 @@ def diversity_by_hand(noise, features):
     return exp(-total / len(noise) ** 2)
 
 
-def test_the_diversity_is_that_of_the_authors_code():
+def test_diversity_equals_the_code_of_the_authors():
     rng = np.random.default_rng(0)
     noise, features = rng.normal(size=(5, 3)), rng.normal(size=(5, 4))
     found = diversity_loss(torch.tensor(noise), torch.tensor(features))
@@ -89,7 +89,7 @@ def test_the_diversity_is_that_of_the_authors_code():
     assert diversity_loss(torch.tensor(noise), torch.zeros(5, 4)).item() == 1.0
 
 
-def test_a_step_of_the_generator(monkeypatch, steady_adam):
+def test_generator_step_equals_the_algorithm(monkeypatch, steady_adam):
     """Compare Adam's first step on the loss in float64.
 
     The loss is CE of the mean logits plus eta times the diversity.
@@ -184,7 +184,7 @@ def slow_round(client, knowledge, label, share):
     return descend(model, loss)
 
 
-def test_a_clients_round_is_the_algorithms(tmp_path):
+def test_round_of_a_client_equals_the_algorithm(tmp_path):
     changes = {"fedgen.alpha": 0.6, "fedgen.beta": 0.3, "fedgen.decay": 0.5, **PLAIN}
     client = opened(fedgen(models="mlp2", max_samples=200, **changes), tmp_path, before=3)
     knowledge, label = constant(client, np.random.default_rng(0))
@@ -208,7 +208,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("term", REACHED)
-def test_what_each_term_reaches(tmp_path, term, monkeypatch):
+def test_each_term_has_gradients_only_for_its_model(tmp_path, term, monkeypatch):
     """Generated features train only the head; the head's output for them trains all."""
     off = {"generated": "fedgen.beta", "latent": "fedgen.alpha"}[term]
     client = opened(fedgen(models="mlp", max_samples=100, **{off: 0.0}), tmp_path, before=2)
@@ -237,7 +237,7 @@ def test_what_each_term_reaches(tmp_path, term, monkeypatch):
     assert reached == REACHED[term]
 
 
-def test_the_first_round_is_that_of_lg_fedavg(tmp_path):
+def test_first_round_equals_lg_fedavg(tmp_path):
     own, plain = (
         Server(fedgen(), tmp_path / "own"),
         Server(small("lg-fedavg", clients=3), tmp_path / "lg"),
@@ -250,7 +250,7 @@ def test_the_first_round_is_that_of_lg_fedavg(tmp_path):
 # What travels, and the server
 
 
-def test_what_travels(tmp_path):
+def test_sent_fields(tmp_path):
     server = Server(fedgen(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked, answers = server.play(1)
     head = {"weights/classifier.weight", "weights/classifier.bias"}
@@ -274,7 +274,7 @@ def own_settings(**changes):
     return {f"fedgen.{name}": value for name, value in changes.items()}
 
 
-def test_clients_that_count_alike_in_classes_that_do_send_no_counts(tmp_path):
+def test_no_counts_are_sent_with_equal_weights(tmp_path):
     changes = own_settings(weighting="clients", prior="uniform")
     server = Server(fedgen(**changes), tmp_path)
     _, answers = server.play(1)
@@ -284,7 +284,7 @@ def test_clients_that_count_alike_in_classes_that_do_send_no_counts(tmp_path):
 
 @pytest.mark.parametrize("prior", ["counts", "uniform"])
 @pytest.mark.parametrize("weighting", ["labels", "clients"])
-def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, weighting, prior):
+def test_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, weighting, prior):
     """Eq. 4 uses a plain mean of the clients' logits, and Algorithm 1 p(y) from their counts."""
     seen = []
     plain = server_half.train_generator
@@ -322,7 +322,7 @@ def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, wei
             np.testing.assert_allclose(found.numpy(), mean, rtol=1e-4, atol=1e-6)
 
 
-def test_a_clients_round_is_equation_5_as_printed(tmp_path):
+def test_round_of_a_client_equals_equation_5_as_printed(tmp_path):
     """The loss is cross-entropy on own samples plus the head's loss on generated ones, weight 1."""
     changes = {**own_settings(**PRINTED), **PLAIN}
     client = opened(fedgen(models="mlp2", max_samples=200, **changes), tmp_path, before=3)
@@ -343,7 +343,7 @@ def test_a_clients_round_is_equation_5_as_printed(tmp_path):
     assert_close(client.network, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_no_client_counts_more_than_its_samples(tmp_path):
+def test_class_counts_are_limited_by_samples(tmp_path):
     def boast(tensors):
         tensors["counts"] = tensors["counts"] * 10**6
 
@@ -360,7 +360,7 @@ def test_no_client_counts_more_than_its_samples(tmp_path):
     assert accepted[0][0].sum() == pytest.approx(samples, abs=10)
 
 
-def test_a_class_that_nobody_has_is_never_generated(tmp_path):
+def test_class_without_samples_is_never_generated(tmp_path):
     server = Server(
         fedgen(clients=3, **{**SPACES, "models.pool": ["mlp"], "max_samples": 0}), tmp_path
     )
@@ -369,7 +369,7 @@ def test_a_class_that_nobody_has_is_never_generated(tmp_path):
     assert {int(c) for c in server.strategy.prior.nonzero()[0]} == present
 
 
-def test_a_generator_that_diverges_is_not_kept(tmp_path, monkeypatch):
+def test_generator_that_diverges_is_not_kept(tmp_path, monkeypatch):
     def diverged(model, *args, **course):
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
@@ -386,7 +386,7 @@ def test_a_generator_that_diverges_is_not_kept(tmp_path, monkeypatch):
     )
 
 
-def test_the_generator_learns_what_the_heads_agree_on(tmp_path):
+def test_generator_learns_what_the_heads_agree_on(tmp_path):
     course = {"fedgen.server-steps": 200, "fedgen.generator-lr": 3e-3}
     summary = run(fedgen(rounds=3, local_epochs=2, **course), tmp_path / "run")
     first, *_, last = [past["method"] for past in records(tmp_path / "run")]
@@ -395,7 +395,7 @@ def test_the_generator_learns_what_the_heads_agree_on(tmp_path):
     assert set(summary["accuracy"]["personal"]) == {"private", "global"}
 
 
-def test_a_head_that_is_not_linear_is_refused(tmp_path, monkeypatch):
+def test_nonlinear_head_raises(tmp_path, monkeypatch):
     client = opened(fedgen(), tmp_path)
     deep = HetModel(nn.Flatten(), nn.Sequential(nn.Linear(64, 10)), 64)
     monkeypatch.setattr(client, "build_model", lambda width: deep)

@@ -62,7 +62,7 @@ def slow_training(head, means, labels, lr, epochs):
     return weight, bias
 
 
-def test_the_head_that_is_sent_is_the_one_that_was_trained(tmp_path):
+def test_sent_head_is_the_trained_head(tmp_path):
     """In the authors' code, a client's optimizer makes the step, so the head does not change."""
     own = {"fedgh.server-epochs": 3, "fedgh.server-lr": 0.5, "fedgh.server-batch-size": 1000}
     server = Server(fedgh(models=MODELS, **own), tmp_path)
@@ -81,7 +81,7 @@ def test_the_head_that_is_sent_is_the_one_that_was_trained(tmp_path):
         assert abs(after["weight"] - before["weight"]).max() > 1e-3
 
 
-def test_the_loss_reaches_the_head_alone():
+def test_loss_has_gradients_only_for_the_head():
     """Class means are constants, because the server has no extractors."""
     head = nn.Linear(4, 3)
     before = state_of(head)
@@ -94,7 +94,7 @@ def test_the_loss_reaches_the_head_alone():
         assert (state_of(head)[name] != value).all(), name
 
 
-def test_a_round_trains_by_the_settings_on_the_rounds_replies(tmp_path, monkeypatch):
+def test_round_trains_on_the_replies_of_the_round(tmp_path, monkeypatch):
     seen = []
     plain = server_half.train_head
 
@@ -115,7 +115,7 @@ def test_a_round_trains_by_the_settings_on_the_rounds_replies(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("classes", [[], [3]])
-def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
+def test_round_with_one_class_changes_nothing(tmp_path, classes):
     server = Server(fedgh(), tmp_path)
     before = server.strategy.state_dict()
     figures = server.strategy.aggregate(1, [features_from(server, "client-0", classes)])
@@ -123,7 +123,7 @@ def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
     assert same(server.strategy.state_dict(), before)
 
 
-def test_a_training_that_diverges_leaves_the_head(tmp_path):
+def test_training_that_diverges_leaves_the_head(tmp_path):
     """A client's values lead to weights that no message may contain, and no check rejects them."""
     server = Server(fedgh(), tmp_path)
     server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
@@ -136,7 +136,7 @@ def test_a_training_that_diverges_leaves_the_head(tmp_path):
 # The client
 
 
-def test_a_clients_round_starts_from_the_head_and_trains_the_whole(tmp_path):
+def test_client_starts_from_the_head_and_trains_the_full_model(tmp_path):
     """Train extractor and head with cross-entropy, then compute the extractor's class means."""
     client = opened(fedgh(models="mlp2", max_samples=150, **PLAIN), tmp_path)
     rng = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_a_clients_round_starts_from_the_head_and_trains_the_whole(tmp_path):
     assert_class_means(reply, model.extractor(x), client.y)
 
 
-def test_both_kinds_are_judged(tmp_path):
+def test_both_kinds_are_evaluated(tmp_path):
     """Evaluate the private model, and its extractor with the server's head."""
     server = Server(fedgh(models=MODELS), tmp_path)
     learn(server, 1)
@@ -174,7 +174,7 @@ def test_both_kinds_are_judged(tmp_path):
             np.testing.assert_array_equal(value, own[name])
 
 
-def test_all_clients_start_from_one_head_whatever_their_extractors(tmp_path):
+def test_all_clients_start_from_one_head(tmp_path):
     server = Server(fedgh(models=MODELS, **{"fedgh.feature-dim": 32}), tmp_path)
     asked = server.ask(1)
     head = head_of(asked[0])
@@ -182,7 +182,7 @@ def test_all_clients_start_from_one_head_whatever_their_extractors(tmp_path):
     assert all(same(head_of(each), head) for each in asked)
 
 
-def test_a_label_space_of_its_own(tmp_path):
+def test_label_space_of_its_own(tmp_path):
     """A client's training leaves the outputs for other classes as the server sent them."""
     server = Server(fedgh(models="mlp", **SPACES), tmp_path)
     learn(server, 1)

@@ -84,7 +84,7 @@ def descended(model, x, y, teacher, *, epochs, lr=0.1, alpha=0.7, temperature=2.
     return descend(model, loss, epochs, lr)
 
 
-def test_a_clients_round_is_the_local_training(tmp_path):
+def test_round_of_a_client_equals_the_local_training(tmp_path):
     """The first round uses only labels, and the second also the server's logits."""
     server = Server(gkt(**PLAIN, **FULL), tmp_path)
     start = {name: c.setup()["private"] for name, c in clients(server).items()}
@@ -105,7 +105,7 @@ def test_a_clients_round_is_the_local_training(tmp_path):
         np.testing.assert_array_equal(sent["labels"], y)
 
 
-def test_the_servers_round_trains_on_all_features_and_answers_each_client(tmp_path):
+def test_server_trains_on_all_features_and_sends_logits_to_each_client(tmp_path):
     server = Server(gkt(**PLAIN, **FULL), tmp_path)
     start = copy.deepcopy(server.strategy.learner.model)
     replies = learn(server, 1)
@@ -128,7 +128,7 @@ def test_the_servers_round_trains_on_all_features_and_answers_each_client(tmp_pa
 
 
 @pytest.mark.parametrize(("schedule", "factor"), [("constant", 1.0), ("plateau", 0.5)])
-def test_the_server_trains_at_the_schedules_rate(tmp_path, schedule, factor):
+def test_server_uses_the_learning_rate_schedule(tmp_path, schedule, factor):
     """If the loss stops decreasing, the server lowers its learning rate."""
     server = Server(gkt(**PLAIN, **FULL, schedule=schedule), tmp_path)
     learner = server.strategy.learner
@@ -144,7 +144,7 @@ def test_the_server_trains_at_the_schedules_rate(tmp_path, schedule, factor):
     assert_close(learner.model, expected, rtol=2e-4)
 
 
-def test_two_rounds_with_a_kept_optimizer_are_one_of_twice_the_epochs(tmp_path):
+def test_two_rounds_with_a_kept_optimizer_equal_one_of_twice_the_epochs(tmp_path):
     """Compare on the same replies with full batches.
 
     Without the optimizer's state, the results differ.
@@ -191,7 +191,7 @@ def test_samples_keep_their_order_and_images_are_not_augmented(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_the_divergence_reaches_the_student_alone(temperature):
+def test_divergence_has_gradients_only_for_the_student(temperature):
     teacher, student = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
     teacher.requires_grad_()
     student.requires_grad_()
@@ -203,7 +203,7 @@ def test_the_divergence_reaches_the_student_alone(temperature):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_servers_round_leaves_the_edge_models_as_they_are(tmp_path):
+def test_server_round_does_not_change_edge_models(tmp_path):
     server = Server(gkt(), tmp_path)
     asked = server.ask(1)
     answers = server.answers(asked)
@@ -217,7 +217,7 @@ def test_a_servers_round_leaves_the_edge_models_as_they_are(tmp_path):
 # What travels, and who is judged when
 
 
-def test_nothing_but_features_logits_and_labels_travels(tmp_path):
+def test_only_features_logits_and_labels_are_sent(tmp_path):
     server = Server(gkt(models=["mlp", "cnn2"]), tmp_path)
     for number in (1, 2):
         replies = learn(server, number)
@@ -231,7 +231,7 @@ def test_nothing_but_features_logits_and_labels_travels(tmp_path):
             assert not sent.scalars
 
 
-def test_the_server_sends_its_model_as_it_is_after_each_round(tmp_path):
+def test_server_sends_its_current_model(tmp_path):
     server = Server(gkt(), tmp_path)
     info = next(iter(server.strategy.members.values())).info
     for round in (1, 2):
@@ -241,7 +241,7 @@ def test_the_server_sends_its_model_as_it_is_after_each_round(tmp_path):
         assert same(sent.group("server"), state_of(server.strategy.learner.model))
 
 
-def test_the_kind_server_is_judged_in_each_round(tmp_path):
+def test_kind_server_is_evaluated_in_each_round(tmp_path):
     summary = run(gkt(rounds=3, models=["mlp", "cnn2"]), tmp_path / "run")
     judged = [set(record["accuracy"]["personal"]) for record in records(tmp_path / "run")]
     assert judged == [{"private", "server"}] * 3
@@ -250,7 +250,7 @@ def test_the_kind_server_is_judged_in_each_round(tmp_path):
         assert len(summary["accuracy"][protocol]["server"]["per_client"]) == 3
 
 
-def test_the_kind_server_is_the_edges_extractor_and_the_servers_model(tmp_path):
+def test_kind_server_combines_edge_extractor_and_server_model(tmp_path):
     server = Server(gkt(), tmp_path)
     learn(server, 1)
     model = server.strategy.learner.model
@@ -270,7 +270,7 @@ def test_the_kind_server_is_the_edges_extractor_and_the_servers_model(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "fault"), [(rows, f"expected 2 to 30 samples, got {rows}") for rows in (0, 1, 31)]
 )
-def test_a_reply_of_too_few_or_too_many_rows_is_refused(tmp_path, rows, fault):
+def test_reply_of_too_few_or_too_many_rows_raises(tmp_path, rows, fault):
     strategy = Server(gkt(), tmp_path).strategy
     info = SimpleNamespace(name="client-1", samples=1)  # as after a robust aggregation rule
     strategy.members = {"client-1": SimpleNamespace(info=SimpleNamespace(samples=30))}
@@ -290,7 +290,7 @@ def reply_of(info, rows):
     return Reply(info, Knowledge(tensors), None)
 
 
-def test_too_many_rows_cost_one_client_its_round(tmp_path):
+def test_too_many_rows_drop_one_client(tmp_path):
     """The server learns from the other replies; the faulty client gets no logits."""
     server = Server(gkt(), tmp_path)
     asked = server.ask(1)
@@ -303,7 +303,7 @@ def test_too_many_rows_cost_one_client_its_round(tmp_path):
     assert set(server.strategy.logits) == {"client-0", "client-2"}
 
 
-def test_a_teacher_of_other_rows_is_refused_by_the_client(tmp_path):
+def test_logits_of_other_rows_raise_on_the_client(tmp_path):
     client = opened(gkt(), tmp_path)
     rows = len(client.y) - 1
     with pytest.raises(AssertionError, match=r"logits.*expected .*got shape"):
@@ -316,7 +316,7 @@ def test_a_teacher_of_other_rows_is_refused_by_the_client(tmp_path):
 KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
 
 
-def test_a_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
+def test_restored_server_continues_identically(tmp_path):
     """The checkpoint restores model, optimizer, learning rate, and every client's logits."""
     changes = {**KEEPING, "lr": 0.05, "fedgkt.server-epochs": 1}
     server = Server(gkt(**changes, rounds=5), tmp_path / "one")
@@ -335,12 +335,12 @@ def test_a_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
         assert same(other.instruct(6, info).tensors, strategy.instruct(6, info).tensors)
 
 
-def test_a_resumed_run_ends_as_one_that_was_never_cut(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     config = gkt(rounds=3, fraction=0.67, models=["mlp", "cnn2"], **KEEPING)
     cut_and_resumed(config, tmp_path)
 
 
-def test_a_client_that_left_has_no_logits(tmp_path):
+def test_client_that_left_has_no_logits(tmp_path):
     server = Server(gkt(), tmp_path)
     learn(server, 1)
     server.strategy.forget("client-1")
@@ -352,7 +352,7 @@ def test_a_client_that_left_has_no_logits(tmp_path):
 # Label spaces, and runs
 
 
-def test_a_label_space_of_its_own(tmp_path):
+def test_label_space_of_its_own(tmp_path):
     """Outputs for other classes get no gradient, and sent values are finite."""
     server = Server(gkt(clients=4, **SPACES), tmp_path)
     for number in (1, 2):
@@ -374,7 +374,7 @@ def test_a_label_space_of_its_own(tmp_path):
         assert torch.isinf(model(client.x[:3])[:, torch.tensor(~inside)]).all()
 
 
-def test_a_run_learns(tmp_path):
+def test_run_learns(tmp_path):
     chosen = {"rounds": 5, "local_epochs": 3, "max_samples": 500, "fedgkt.feature-dim": 64}
     summary = run(gkt(models=["mlp", "cnn2"], **chosen), tmp_path / "run")
     common = summary["accuracy"]["common"]
@@ -385,11 +385,11 @@ def test_a_run_learns(tmp_path):
     assert rounds[-1]["method"]["server_accuracy"] > 0.85
 
 
-def test_the_server_model_is_of_feature_vectors():
+def test_server_model_takes_feature_vectors():
     assert build("mlp2", (WIDTH,), 10, seed=0)(torch.zeros(2, WIDTH)).shape == (2, 10)
 
 
-def test_a_server_model_of_images_is_refused_before_anything_is_written(tmp_path):
+def test_server_model_of_images_raises_before_writing(tmp_path):
     config, refusal = (
         gkt(**{"fedgkt.server-model": "cnn2"}),
         "'fedgkt.server-model': expected a model for feature vectors, got 'cnn2'",
@@ -401,7 +401,7 @@ def test_a_server_model_of_images_is_refused_before_anything_is_written(tmp_path
         Server(config, tmp_path / "deployed")
 
 
-def test_a_run_states_before_its_first_round_that_features_are_sent(tmp_path):
+def test_run_notes_that_features_are_sent(tmp_path):
     notices = Notices()
     RunLog(small("fedgkt"), tmp_path, workers=1, watchers=[notices]).begin([])
     assert notices.texts == [

@@ -60,7 +60,7 @@ def slow_round(client, knowledge, weight, loss):
 
 
 @pytest.mark.parametrize("loss", ["mse", "kl"])
-def test_a_clients_round(tmp_path, loss):
+def test_round_of_a_client_equals_the_algorithm(tmp_path, loss):
     """Samples of a class without an entry contribute only cross-entropy."""
     chosen = {"fedhe.loss": loss, "fedhe.alpha": 0.7, "models": "mlp2", "max_samples": 150}
     client = opened(fedhe(**chosen, **PLAIN), tmp_path)
@@ -78,7 +78,7 @@ def test_a_clients_round(tmp_path, loss):
         np.testing.assert_allclose(reply["logits"][row], mean, rtol=1e-3, atol=1e-5)
 
 
-def test_it_is_felo_without_features_and_weights(tmp_path):
+def test_fedhe_equals_felo_without_features_and_weights(tmp_path):
     """The logit term is the same, and cnn2 has Felo's feature width. Bit-for-bit equal."""
     changes = {"models": "cnn2", "local_epochs": 2, "clients": 3}
     felo = {"felo.feature-weight": 0.0, "felo.share-weights": False, "felo.alpha": 0.6}
@@ -95,7 +95,7 @@ def test_it_is_felo_without_features_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["mse", "kl"])
-def test_a_label_space_of_its_own(tmp_path, loss):
+def test_label_space_of_its_own(tmp_path, loss):
     """Outputs for other classes get no gradient, not even from the distance."""
     config = fedhe(models="mlp", **SPACES, **{"fedhe.loss": loss, "fedhe.alpha": 3.0})
     server = Server(config, tmp_path)
@@ -128,7 +128,7 @@ def reference_average(replies):
 
 
 @pytest.mark.parametrize("kept", ["all", "latest"])
-def test_the_server_averages_the_clients_logits(tmp_path, kept):
+def test_server_averages_the_clients_logits(tmp_path, kept):
     """Two of four clients reply in a round.
 
     The earlier logits of the other clients remain in the mean.
@@ -166,7 +166,7 @@ def test_the_server_averages_the_clients_logits(tmp_path, kept):
         np.testing.assert_allclose(sent["logits"][row], expected[j], rtol=1e-4, atol=1e-6)
 
 
-def test_what_a_client_contributed_is_forgotten(tmp_path):
+def test_departed_client_is_forgotten(tmp_path):
     server = Server(fedhe(models="mlp"), tmp_path)
     replies = learn(server, 1)
     server.strategy.forget("client-1")
@@ -182,5 +182,5 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
     assert not server.strategy.state_dict()
 
 
-def test_nothing_but_class_logits_travels(tmp_path):
+def test_only_class_logits_are_sent(tmp_path):
     assert_only_rows_per_class(fedhe(models=["mlp", "cnn2", "cnn3"]), tmp_path, "logits")

@@ -71,7 +71,7 @@ LABELS = [0, 1, 2, 3, 0, 1]
 
 @pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("hidden", [1.0, 0.3])
-def test_the_losses_are_those_of_the_paper(by_sample, hidden):
+def test_losses_equal_the_paper(by_sample, hidden):
     both = views()
     how = AdaptiveIntensity(by_sample, hidden=hidden)
     *found, intensity = mutual_losses(*both, torch.tensor(LABELS), how)
@@ -85,7 +85,7 @@ def test_the_losses_are_those_of_the_paper(by_sample, hidden):
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("me", [0, 1])
-def test_each_loss_reaches_its_own_model_alone(me, by_sample, learned):
+def test_each_loss_has_gradients_only_for_its_model(me, by_sample, learned):
     both = views()
     mutual_losses(*both, torch.tensor(LABELS), AdaptiveIntensity(by_sample, learned))[me].backward()
     for part in (both[me].logits, both[me].features):
@@ -95,7 +95,7 @@ def test_each_loss_reaches_its_own_model_alone(me, by_sample, learned):
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_the_intensity_is_a_weight_or_is_learned(learned):
+def test_intensity_is_a_weight_or_is_learned(learned):
     """Compute the gradient with finite differences.
 
     The teacher is fixed, and optionally the intensity.
@@ -114,7 +114,7 @@ def test_the_intensity_is_a_weight_or_is_learned(learned):
     assert both[0].logits.grad[2, 1].item() == pytest.approx((now - fixed) / step, rel=1e-2)
 
 
-def test_a_pair_that_is_sure_of_all_is_not_divided_by_zero():
+def test_zero_losses_are_not_divided_by_zero():
     sure = 100 * torch.eye(4)[[0, 1, 2, 3]]
     both = Outputs(sure.requires_grad_(), torch.zeros(4, 5)), Outputs(sure, torch.ones(4, 5))
     for by_sample in (False, True):
@@ -160,7 +160,7 @@ def kept_energy(cut, whole):
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_two_rounds_are_those_of_algorithm_1(tmp_path, learned):
+def test_two_rounds_equal_algorithm_1(tmp_path, learned):
     """Mentor and W^h are the client's, and the mentee is the server's. Its change is cut (Eq. 8).
 
     By default, the gradient propagates through the intensity, as in the paper.
@@ -229,7 +229,7 @@ def mentees(server, number):
     return found
 
 
-def test_clients_follow_the_servers_mentee_by_its_changes(tmp_path):
+def test_clients_apply_changes_of_the_mentee(tmp_path):
     server = Server(fedkd(rounds=5), tmp_path)
     for number in (1, 2, 3, 4):
         for fields, mentee in mentees(server, number).values():
@@ -240,7 +240,7 @@ def test_clients_follow_the_servers_mentee_by_its_changes(tmp_path):
         learn(server, number)
 
 
-def test_a_client_that_missed_a_round_is_sent_the_mentee(tmp_path):
+def test_client_that_missed_a_round_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
     asked = server.ask(2)
@@ -249,7 +249,7 @@ def test_a_client_that_missed_a_round_is_sent_the_mentee(tmp_path):
     assert [len(each) for each in fields.values()] == [0, 1, 1]
 
 
-def test_a_client_whose_state_was_lost_refuses_the_change_and_is_sent_the_mentee(tmp_path):
+def test_client_with_lost_state_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
     asked = server.ask(2)
@@ -266,7 +266,7 @@ def test_a_client_whose_state_was_lost_refuses_the_change_and_is_sent_the_mentee
     assert not server.flower.state.record.failed
 
 
-def test_after_a_round_without_replies_all_are_sent_the_mentee(tmp_path):
+def test_all_clients_receive_the_full_mentee_after_an_empty_round(tmp_path):
     """The same happens after a server rolled back to its state before the round."""
     server = Server(fedkd(rounds=5), tmp_path)
     learn(server, 1)
@@ -277,7 +277,7 @@ def test_after_a_round_without_replies_all_are_sent_the_mentee(tmp_path):
     assert all(instruction_of(asked).group("weights") for asked in server.ask(3))
 
 
-def test_a_run_of_few_clients_a_round_fails_nobody(tmp_path):
+def test_run_with_few_clients_per_round_has_no_failures(tmp_path):
     run(fedkd(clients=4, rounds=5, fraction=0.5, max_samples=300), tmp_path / "run")
     found = records(tmp_path / "run")
     assert [record["failed"] for record in found] == [{}] * 5
@@ -286,7 +286,7 @@ def test_a_run_of_few_clients_a_round_fails_nobody(tmp_path):
     )
 
 
-def test_fewer_bytes_travel_than_with_whole_weights(tmp_path):
+def test_factors_need_fewer_bytes_than_weights(tmp_path):
     usual = {"clients": 3, "max_samples": 300, "rounds": 3, "models": ["mlp", "cnn2"]}
     both = {
         "fedkd": small("fedkd", **usual, **{"fedkd.mentee": "mlp3"}),
@@ -304,7 +304,7 @@ def test_fewer_bytes_travel_than_with_whole_weights(tmp_path):
 # What is judged and used
 
 
-def test_all_kinds_are_judged(tmp_path):
+def test_all_kinds_are_evaluated(tmp_path):
     server = Server(fedkd(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked, _ = server.play(1)
     client = client_of(asked[1][0])
@@ -317,7 +317,7 @@ def test_all_kinds_are_judged(tmp_path):
     assert list(client.eval_models(type(server.strategy._update)())) == ["private", "proxy"]
 
 
-def test_the_matrix_is_saved_with_the_mentor_and_takes_no_part_in_prediction(tmp_path):
+def test_matrix_is_saved_with_the_mentor_and_unused_in_prediction(tmp_path):
     run(fedkd(rounds=1, max_samples=240), tmp_path / "run")
     trained = open_client(tmp_path / "run", "client-1")
     assert trained.kinds == ("private", "proxy", "ensemble", "global")
@@ -330,11 +330,11 @@ def test_the_matrix_is_saved_with_the_mentor_and_takes_no_part_in_prediction(tmp
     assert torch.equal(network(x), plain.eval()(x))
 
 
-def test_a_variance_never_falls_below_zero():
+def test_variance_never_falls_below_zero():
     found = add_update({"a.running_var": np.ones(2)}, {"a.running_var": np.array([-3.0, 1.0])})
     assert found["a.running_var"].tolist() == [0.0, 2.0]
 
 
-def test_a_mentee_that_does_not_exist_is_named():
+def test_unknown_mentee_raises():
     with pytest.raises(SettingsError, match=r"'fedkd\.mentee'"):
         fedkd(**{"fedkd.mentee": "cnn22"})

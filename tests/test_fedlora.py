@@ -95,7 +95,7 @@ def expected(rule, replies, samples, before, frozen):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_round_is_that_of_the_papers(tmp_path, rule):
+def test_round_equals_the_papers(tmp_path, rule):
     server = Server(federation(**{"fedlora.aggregation": rule, "partition": "dirichlet"}), tmp_path)
     strategy = server.strategy
     server.play(1)  # so that B is not zero
@@ -134,7 +134,7 @@ def test_a_round_is_that_of_the_papers(tmp_path, rule):
         assert all(needs[n] is not (frozen and n.endswith("lora_A.weight")) for n in needs)
 
 
-def test_with_frozen_a_each_client_has_the_first_rows_of_the_servers(tmp_path):
+def test_frozen_a_is_the_first_rows_of_the_server(tmp_path):
     server = Server(federation(**{"fedlora.aggregation": "freeze-a"}), tmp_path)
     for number in (1, 2):
         server.play(number)
@@ -144,7 +144,7 @@ def test_with_frozen_a_each_client_has_the_first_rows_of_the_servers(tmp_path):
                 assert np.array_equal(value, server.strategy.weights[name][: len(value)])
 
 
-def test_at_equal_ranks_average_is_fedavg(tmp_path):
+def test_average_equals_fedavg_at_equal_ranks(tmp_path):
     """FedIT equals FedAvg bit for bit over three rounds, on the server and on the clients."""
     same_rank = {"models": POOL[1]}
     one = Server(federation(**same_rank, **{"fedlora.aggregation": "average"}), tmp_path / "one")
@@ -158,14 +158,14 @@ def test_at_equal_ranks_average_is_fedavg(tmp_path):
         assert same(state_of(client.network), state_of(theirs[name].network))
 
 
-def test_the_rule_is_chosen_by_privacy():
+def test_rule_is_chosen_by_privacy():
     settings = find_method("fedlora").spec.settings
     assert settings().rule(is_private=False) == "svd"
     assert settings().rule(is_private=True) == "freeze-a"
     assert settings(aggregation="average").rule(is_private=True) == "average"
 
 
-def test_a_rank_level_without_a_client_keeps_its_value(tmp_path):
+def test_rank_level_without_clients_is_unchanged(tmp_path):
     server = Server(federation(**{"fedlora.aggregation": "average"}), tmp_path)
     server.play(1)
     before = dict(server.strategy.weights)
@@ -281,13 +281,13 @@ def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
         ("heterofl", {"models": POOL[0]}, "a model with several widths"),
     ],
 )
-def test_what_cannot_work_says_so_before_the_run(tmp_path, method, changes, words):
+def test_unsupported_settings_raise_before_the_run(tmp_path, method, changes, words):
     with pytest.raises(SettingsError, match=words) as found:
         Server(federation(method, **changes), tmp_path)
     assert "\n" not in str(found.value)
 
 
-def test_a_client_whose_base_model_differs_is_excluded(tmp_path, monkeypatch):
+def test_client_whose_base_model_differs_is_excluded(tmp_path, monkeypatch):
     """The digest of most clients counts; ranks of one base model have the same digest."""
     plain = base_digest
     monkeypatch.setattr(
@@ -302,7 +302,7 @@ def test_a_client_whose_base_model_differs_is_excluded(tmp_path, monkeypatch):
 # FedSA
 
 
-def test_fedsa_shares_a_alone(tmp_path):
+def test_fedsa_sends_only_a(tmp_path):
     server = Server(federation("fedsa", models=POOL[1]), tmp_path)
     before = {name: state_of(c.network) for name, c in clients(server).items() if c.models}
     replies = learn(server, 1)
@@ -357,7 +357,7 @@ def test_every_method_runs_on_adapted_models(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", sorted(REFUSED))
-def test_the_other_methods_say_why_not(tmp_path, method):
+def test_unsupported_methods_raise(tmp_path, method):
     with pytest.raises((SettingsError, ModelError), match=REFUSED[method]) as found:
         Server(federation(method, models=POOL[0]), tmp_path)
     assert "\n" not in str(found.value)
@@ -366,11 +366,11 @@ def test_the_other_methods_say_why_not(tmp_path, method):
 # Runs
 
 
-def test_a_resumed_run_is_the_whole_one(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     cut_and_resumed(federation(rounds=3, **{"fedlora.prune": 0.9}), tmp_path, round=3)
 
 
-def test_a_run_learns_on_a_frozen_base(tmp_path):
+def test_run_learns_on_a_frozen_base(tmp_path):
     options = {"max_samples": 400, "local_epochs": 5, "training.lr": 0.01, "rounds": 4}
     found = run(federation(**options), tmp_path / "run")["accuracy"]
     assert found["common"]["global"]["mean"] > 0.3  # ten classes, a random base
@@ -420,7 +420,7 @@ def finished(home, tmp_path_factory):
         return directory
 
 
-def test_a_trained_client_predicts_in_a_new_process(finished, home):
+def test_trained_client_predicts_in_a_new_process(finished, home):
     """Predict within the memory limit, of which a skeleton without weights uses nothing."""
     code = (
         "import fedhet, torch; from fedhet.inference.client import open_client; "
@@ -435,7 +435,7 @@ def test_a_trained_client_predicts_in_a_new_process(finished, home):
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])
-def test_an_export_has_equal_outputs_in_the_libraries(finished, home, tmp_path, form):
+def test_export_has_equal_outputs_in_the_libraries(finished, home, tmp_path, form):
     from safetensors.torch import load_file
     from transformers import AutoModel
 
@@ -464,14 +464,14 @@ def test_an_export_has_equal_outputs_in_the_libraries(finished, home, tmp_path, 
     assert not torch.allclose(features, base[:, 0], atol=1e-3)
 
 
-def test_only_a_model_with_adapters_has_adapters_to_export(tmp_path):
+def test_exporting_adapters_of_another_model_raises(tmp_path):
     run(small("local", clients=2, rounds=1, models="mlp"), tmp_path / "run")
     client = open_client(tmp_path / "run", "client-0")
     with pytest.raises(ModelError, match="adapters"):
         export(client, "peft", tmp_path / "out")
 
 
-def test_an_exported_program_needs_no_library(finished, tmp_path):
+def test_exported_program_needs_no_library(finished, tmp_path):
     client = open_client(finished, "client-2")
     export(client, "pt2", tmp_path / "out.pt2")
     program = torch.export.load(tmp_path / "out.pt2").module()
@@ -480,7 +480,7 @@ def test_an_exported_program_needs_no_library(finished, tmp_path):
         assert torch.allclose(program(x), client.model()(x).softmax(1), atol=1e-5)
 
 
-def test_texts_have_adapters_too(tmp_path):
+def test_text_models_train_with_adapters(tmp_path):
     rows = [f"{'good fine nice' if n % 2 else 'bad poor dull'} {n},{n % 2}" for n in range(90)]
     (tmp_path / "all.csv").write_text("\n".join(["text,label", *rows]) + "\n")
     config = federation(

@@ -85,7 +85,7 @@ def slow_round(method, client, start, instruction, *, loss, public_epochs=0):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_clients_rounds_are_the_algorithm(tmp_path, method, loss):
+def test_rounds_of_a_client_equal_the_algorithm(tmp_path, method, loss):
     """Round 1 uses public labels and own data, and round 2 the consensus of round 1."""
     # In Cronus the three local epochs pass over both.
     chosen = {"own_public-epochs": 2} | ({} if method == "cronus" else {"own_digest-epochs": 6})
@@ -120,7 +120,7 @@ def test_a_clients_rounds_are_the_algorithm(tmp_path, method, loss):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_last_consensus_is_learned_before_the_evaluation_and_saved(tmp_path, method):
+def test_last_consensus_is_learned_before_evaluation(tmp_path, method):
     """Trained clients learn the last consensus; other evaluations train nothing."""
     chosen = {} if method == "cronus" else {"own_digest-epochs": 6}
     config = md(method, **PLAIN, **chosen, own_loss="mse", own_sample=20, rounds=2, fraction=0.3)
@@ -163,7 +163,7 @@ CONSENSUS = {
 
 
 @pytest.mark.parametrize("case", CONSENSUS)
-def test_the_consensus_is_of_all_clients_alike(tmp_path, case):
+def test_consensus_weights_clients_equally(tmp_path, case):
     """All clients have equal weights; the consensus is for the public samples of the round."""
     chosen, of_mean = CONSENSUS[case]
     method = case.split()[0]
@@ -181,7 +181,7 @@ def test_the_consensus_is_of_all_clients_alike(tmp_path, case):
 
 
 @pytest.mark.parametrize("aggregation", ["filter", "median", "trimmed"])
-def test_cronus_is_hardly_moved_by_a_malicious_client(tmp_path, aggregation):
+def test_cronus_resists_a_malicious_client(tmp_path, aggregation):
     """One of ten clients sends the same scores for all samples."""
     server = Server(
         md("cronus", own_aggregation=aggregation, own_sigma=0.02, models="mlp"), tmp_path
@@ -241,7 +241,7 @@ def test_ds_fls_server_trains_on_the_consensus(tmp_path, loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_consensus_reaches_the_clients_model_alone(tmp_path, method, loss):
+def test_consensus_has_gradients_only_for_the_student(tmp_path, method, loss):
     client = opened(md(method, own_loss=loss), tmp_path)
     scores = torch.rand(8, 10, generator=torch.Generator().manual_seed(0))
     scores = (scores / scores.sum(1, keepdim=True)).requires_grad_()
@@ -252,7 +252,7 @@ def test_the_consensus_reaches_the_clients_model_alone(tmp_path, method, loss):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_label_space_of_its_own(tmp_path, method):
+def test_label_space_of_its_own(tmp_path, method):
     """Own labels give no gradient to outputs for other classes, unlike the consensus."""
     config = md(method, clients=4, **SPACES)
     server = Server(config, tmp_path)
@@ -275,7 +275,7 @@ def test_a_label_space_of_its_own(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_but_scores_and_numbers_of_public_samples_travels(tmp_path, method):
+def test_only_scores_of_public_samples_are_sent(tmp_path, method):
     server = Server(md(method, models=["mlp", "cnn2"]), tmp_path)
     for number in (1, 2):
         instruction = instruction_of(server.ask(number)[0])
@@ -301,7 +301,7 @@ def test_public_labels_are_not_used(tmp_path, method):
     assert same(*answers)
 
 
-def test_the_public_samples_are_drawn_anew_each_round(tmp_path):
+def test_public_samples_are_drawn_each_round(tmp_path):
     server = Server(md("fedmd", own_sample=10), tmp_path / "some")
     drawn = [instruction_of(server.ask(number)[0]).tensors["asked"] for number in (1, 2, 1)]
     assert [len(np.unique(rows)) for rows in drawn] == [10, 10, 10]
@@ -313,7 +313,7 @@ def test_the_public_samples_are_drawn_anew_each_round(tmp_path):
         np.testing.assert_array_equal(rows, np.arange(len(whole.strategy.public)))
 
 
-def test_transfer_learning_is_of_the_first_participation_alone(tmp_path):
+def test_transfer_learning_happens_only_once(tmp_path):
     client = opened(md("fedmd", **{"own_public-epochs": 3}), tmp_path)
     learned = []
     client.train_epochs = lambda *given, epochs: learned.append((number, epochs))
@@ -329,7 +329,7 @@ def test_transfer_learning_is_of_the_first_participation_alone(tmp_path):
 KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
 
 
-def test_ds_fls_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
+def test_restored_ds_fl_server_continues_identically(tmp_path):
     config = md("ds-fl", rounds=5, lr=0.05, **KEEPING)
     server, other = Server(config, tmp_path / "one"), Server(config, tmp_path / "two").strategy
     for number in (1, 2):
@@ -345,13 +345,13 @@ def test_ds_fls_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_ends_as_one_that_was_never_cut(tmp_path, method):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, method):
     config = md(method, rounds=3, fraction=0.67, models=["mlp", "cnn2"], own_sample=15, **KEEPING)
     cut_and_resumed(config, tmp_path)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_consensus_forgets_a_client(tmp_path, method):
+def test_consensus_forgets_a_departed_client(tmp_path, method):
     server = Server(md(method), tmp_path / "one")
     replies = learn(server, 1)
     server.strategy.forget("client-1")
@@ -367,6 +367,6 @@ def test_the_consensus_forgets_a_client(tmp_path, method):
 # Settings
 
 
-def test_a_single_public_sample_cannot_be_trained_on():
+def test_single_public_sample_raises():
     with pytest.raises(SettingsError, match=r"'fedmd\.sample'.*1"):
         md("fedmd", own_sample=1)

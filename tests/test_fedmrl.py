@@ -67,7 +67,7 @@ def one_sample(logits, label):
     return log(sum(exp(each) for each in logits)) - logits[label]
 
 
-def test_the_losses_are_those_of_the_paper():
+def test_losses_equal_the_paper():
     model, x = whole(), torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
     y = torch.arange(7) % 4
     fused, fine = model.features_and_logits(x)
@@ -84,7 +84,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("term", REACHED)
-def test_each_loss_reaches_its_own_head_and_all_below(term):
+def test_each_loss_has_gradients_for_its_head_and_below(term):
     model, x = whole(), torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
     fused, fine = model.features_and_logits(x)
     coarse = model.extractor.coarse_logits(fused)
@@ -99,7 +99,7 @@ def test_each_loss_reaches_its_own_head_and_all_below(term):
     assert rows.tolist() == ([True] * 5 if term == 0 else [True] * 3 + [False] * 2)
 
 
-def test_the_projector_sees_the_shared_features_first():
+def test_projector_input_starts_with_shared_features():
     projector = Projector(2, 3)
     with torch.no_grad():
         projector.weight.copy_(torch.eye(3, 5))
@@ -130,7 +130,7 @@ def slow_round(model, x, y, lr, epochs, own_weight, shared_weight):
     return descend(model, loss, epochs, lr)
 
 
-def test_a_clients_round_is_the_algorithms(tmp_path):
+def test_round_of_a_client_equals_the_algorithm(tmp_path):
     """In the second round, F and P are the client's, and G is the server's."""
     weights = {"fedmrl.own-weight": 0.7, "fedmrl.shared-weight": 1.5}
     server = Server(fedmrl(models="mlp2", **PLAIN, **weights), tmp_path / "run")
@@ -165,7 +165,7 @@ def by_hand_of(model, x, y):
 # What travels and what stays
 
 
-def test_nothing_but_the_shared_model_travels(tmp_path):
+def test_only_the_shared_model_is_sent(tmp_path):
     server = Server(fedmrl(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked = server.ask(1)
     info = client_of(asked[0][0]).info
@@ -177,7 +177,7 @@ def test_nothing_but_the_shared_model_travels(tmp_path):
     assert all(set(each.scalars) == {"fine_loss", "coarse_loss"} for each in replies)
 
 
-def test_features_narrower_than_the_shared_ones_are_widened(tmp_path):
+def test_narrow_features_are_widened(tmp_path):
     config = fedmrl(models=["mlp", "cnn2", "mlp3"], **{"fedmrl.shared-dim": 100})
     widths = {
         client.info.model: client.network.feature_dim
@@ -186,7 +186,7 @@ def test_features_narrower_than_the_shared_ones_are_widened(tmp_path):
     assert widths == {"mlp": 128, "cnn2": 100, "mlp3": 100}
 
 
-def test_the_whole_model_is_judged_with_its_own_and_with_the_average(tmp_path):
+def test_full_model_is_evaluated_with_own_and_average_part(tmp_path):
     server = Server(fedmrl(), tmp_path)
     learn(server, 1)
     asked = server.ask(2)
@@ -209,7 +209,7 @@ def test_the_whole_model_is_judged_with_its_own_and_with_the_average(tmp_path):
 # Used after the run
 
 
-def test_the_whole_model_is_loaded_and_exported_as_one(tmp_path):
+def test_full_model_is_loaded_and_exported(tmp_path):
     run(fedmrl(rounds=1, max_samples=240), tmp_path / "run")
     trained = open_client(tmp_path / "run", "client-1")
     assert trained.kinds == ("private", "global")
@@ -224,6 +224,6 @@ def test_the_whole_model_is_loaded_and_exported_as_one(tmp_path):
     np.testing.assert_allclose(found, trained.predict(x).probabilities, atol=1e-5)
 
 
-def test_a_shared_model_that_does_not_exist_is_named():
+def test_unknown_shared_model_raises():
     with pytest.raises(SettingsError, match=r"'fedmrl\.shared'"):
         fedmrl(**{"fedmrl.shared": "cnn22"})

@@ -51,7 +51,7 @@ def reference_prototypes(replies, by_samples):
 
 
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
-def test_the_server_averages_prototypes_over_the_clients_that_have_the_class(tmp_path, weighting):
+def test_prototypes_are_averaged_over_clients_with_the_class(tmp_path, weighting):
     """Use Dirichlet splits with missing classes, and the latest reply of each client."""
     changes = {"clients": 4, "fraction": 0.5, "alpha": 0.3, "models": "mlp"}
     changes |= {"engine.samples-cap": 10.0}
@@ -82,7 +82,7 @@ def accepted(server, name, knowledge):
     return server.strategy.accept(1, reply)
 
 
-def test_a_client_counts_with_no_more_samples_than_it_has(tmp_path):
+def test_class_counts_are_limited_by_samples(tmp_path):
     server = Server(fedproto(), tmp_path)
     samples = server.strategy.members["client-0"].info.samples
     one = accepted(server, *answer("client-0", [1, 2], [10**9, 10**9], 5.0))
@@ -97,7 +97,7 @@ def test_a_client_counts_with_no_more_samples_than_it_has(tmp_path):
     )
 
 
-def test_a_client_without_labels_has_no_prototypes(tmp_path):
+def test_client_without_labels_has_no_prototypes(tmp_path):
     """This can happen with `training.semi`; the other prototypes are averaged without it."""
     server = Server(fedproto(), tmp_path)
     none = accepted(server, *answer("client-0", [], []))
@@ -108,7 +108,7 @@ def test_a_client_without_labels_has_no_prototypes(tmp_path):
     assert instruction_of(server.ask(3)[0]).tensors["classes"].tolist() == [4]
 
 
-def test_what_a_client_contributed_is_forgotten(tmp_path):
+def test_departed_client_is_forgotten(tmp_path):
     server = Server(fedproto(), tmp_path)
     replies = [
         accepted(server, *answer("client-0", [1, 2], [3, 3], 5.0)),
@@ -146,7 +146,7 @@ def slow_round(client, teacher, weight):
     return descend(client.network, mean_loss)
 
 
-def test_a_clients_round_is_the_local_update(tmp_path):
+def test_round_of_a_client_equals_the_local_update(tmp_path):
     """Samples of a class without a prototype contribute only cross-entropy."""
     chosen = {"models": "mlp2", "fedproto.lambda": 0.7, "max_samples": 150, **PLAIN}
     client = opened(fedproto(**chosen), tmp_path)
@@ -167,7 +167,7 @@ def test_a_clients_round_is_the_local_update(tmp_path):
         assert reply["counts"][row] == (labels == j).sum()
 
 
-def test_prototypes_are_those_of_the_model_as_it_is_evaluated(tmp_path):
+def test_prototypes_use_evaluation_mode(tmp_path):
     """Prototypes use the weights after training, without dropout."""
     client = opened(fedproto(models="cnn2-dropout"), tmp_path)
     reply = fitted(client, 1, Knowledge())
@@ -181,7 +181,7 @@ def test_prototypes_are_those_of_the_model_as_it_is_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("known", [(0, 1, 2, 3, 4), (1, 3)])
-def test_the_class_is_that_of_the_nearest_prototype(known):
+def test_prediction_is_the_nearest_prototype(known):
     rng = np.random.default_rng(0)
     features, prototypes = rng.normal(size=(30, 7)), rng.normal(size=(5, 7))
     mask = torch.tensor([c in known for c in range(5)])
@@ -197,7 +197,7 @@ def test_the_class_is_that_of_the_nearest_prototype(known):
                 assert logits[n, c] == -np.inf
 
 
-def test_distances_lose_no_digits_far_from_zero():
+def test_distances_are_precise_far_from_zero():
     """Thirty features near 1000 differ only in their last digits."""
     far = torch.full((30, 7), 1000.0)
     far[:, 0] += torch.arange(30) / 100
@@ -206,7 +206,7 @@ def test_distances_lose_no_digits_far_from_zero():
     assert model(far).diagonal().tolist() == [0.0] * 30
 
 
-def test_both_kinds_are_judged(tmp_path):
+def test_both_kinds_are_evaluated(tmp_path):
     client = opened(fedproto(), tmp_path)
     assert list(client.eval_models(Knowledge())) == ["private"]
     knowledge = of_classes([0, 1, 2, 4], features=normal(0, 4, 64))
@@ -220,7 +220,7 @@ def test_both_kinds_are_judged(tmp_path):
     assert torch.isinf(logits[:, [3, 5, 6, 7, 8, 9]]).all()
 
 
-def test_a_round_is_judged_with_its_own_prototypes(tmp_path):
+def test_round_is_evaluated_with_its_prototypes(tmp_path):
     server = Server(fedproto(rounds=2), tmp_path)
     client = server.strategy.members["client-0"].info
     assert server.strategy.eval_instruction(1, client) is None
@@ -228,7 +228,7 @@ def test_a_round_is_judged_with_its_own_prototypes(tmp_path):
     assert server.strategy.eval_instruction(1, client) is server.strategy.instruct(2, client)
 
 
-def test_a_label_space_of_its_own(tmp_path):
+def test_label_space_of_its_own(tmp_path):
     server = Server(fedproto(models="mlp", **SPACES), tmp_path)
     learn(server, 1)
     before = {name: state_of(client.network) for name, client in clients(server).items()}
@@ -246,6 +246,6 @@ def test_a_label_space_of_its_own(tmp_path):
 # What travels and what stays
 
 
-def test_nothing_but_prototypes_travels(tmp_path):
+def test_only_prototypes_are_sent(tmp_path):
     config = fedproto(models=["mlp", "cnn2", "cnn3"], **{"fedproto.feature-dim": 32})
     assert_only_rows_per_class(config, tmp_path, "features", width=32, also="counts")

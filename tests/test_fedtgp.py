@@ -52,7 +52,7 @@ def drawn(seed, count=12, classes=4, width=5):
 # Trainable global prototypes
 
 
-def test_a_prototype_is_its_vector_processed_by_the_shared_network():
+def test_prototype_is_the_network_output_of_its_vector():
     """Fig. 3: W2 ReLU(W1 v + b1) + b2, with a vector of each class."""
     model = TrainablePrototypes(4, 5)
     named = {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
@@ -78,7 +78,7 @@ def equation_10(prototypes, labels, trained, margin):
 
 
 @pytest.mark.parametrize("margin", [0.0, 1.3])
-def test_the_loss_is_equation_10(margin):
+def test_loss_equals_equation_10(margin):
     """The loss is the mean instead of the sum; without a margin, it is Eq. 6."""
     prototypes, labels = drawn(0)
     trained = np.random.default_rng(9).normal(size=(4, 5))
@@ -89,7 +89,7 @@ def test_the_loss_is_equation_10(margin):
     assert loss.item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_loss_reaches_all_global_prototypes_and_no_client():
+def test_loss_has_gradients_only_for_global_prototypes():
     """The gradient equals finite differences of Eq. 10; clients' prototypes are constants."""
     prototypes, labels = drawn(1)
     trained = np.random.default_rng(9).normal(size=(4, 5))
@@ -112,7 +112,7 @@ def test_the_loss_reaches_all_global_prototypes_and_no_client():
     assert given.grad is None
 
 
-def test_a_prototype_on_a_clients_own_has_a_gradient():
+def test_distance_of_zero_has_a_gradient():
     """A zero distance has no gradient of the root; a large one loses no digits."""
     own = torch.tensor([[1000.0, 0.0], [1000.01, 0.0]])
     trained = own.clone().requires_grad_()
@@ -133,7 +133,7 @@ def equation_9(prototypes, labels, threshold, reading):
 
 
 @given(st.integers(0, 2**31), st.integers(1, 20), st.sampled_from([1.0, 2.5, 100.0]))
-def test_the_margin_is_equation_9(seed, count, threshold):
+def test_margin_equals_equation_9(seed, count, threshold):
     """Test the margin of the paper and of the authors' code."""
     prototypes, labels = drawn(seed, count)
     for reading in ("largest", "nearest"):
@@ -208,7 +208,7 @@ def test_trained_prototypes_are_further_apart_than_means():
 # The server
 
 
-def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
+def test_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
     """Train with the run's settings and Eq. 9's margin on the sampled clients' prototypes."""
     seen = []
     plain = server_half.train_prototypes
@@ -239,7 +239,7 @@ def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
         assert measured["separation"] == pytest.approx(np.mean(apart), rel=1e-4)
 
 
-def test_only_classes_that_a_client_has_had_are_sent(tmp_path):
+def test_only_classes_seen_by_a_client_are_sent(tmp_path):
     """Other classes also have prototypes, but without information."""
     server = Server(fedtgp(), tmp_path)
     assert not instruction_of(server.ask(1)[0]).tensors
@@ -257,7 +257,7 @@ def test_only_classes_that_a_client_has_had_are_sent(tmp_path):
 
 
 @pytest.mark.parametrize("classes", [[], [3]])
-def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
+def test_round_with_one_class_changes_nothing(tmp_path, classes):
     server = Server(fedtgp(), tmp_path)
     before = server.strategy.state_dict()
     figures = server.strategy.aggregate(1, [features_from(server, "client-0", classes)])
@@ -273,7 +273,7 @@ def test_one_class_of_two_clients_has_no_margin(tmp_path):
     assert figures["classes_covered"] == 1.0
 
 
-def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
+def test_training_that_diverges_leaves_the_prototypes(tmp_path):
     """A client sends numbers whose squares are infinite, and no check rejects them."""
     server = Server(fedtgp(), tmp_path)
     server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
@@ -283,7 +283,7 @@ def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
     assert same(server.strategy.state_dict(), before)
 
 
-def test_one_malicious_client_moves_the_prototypes_little(tmp_path):
+def test_one_malicious_client_barely_moves_prototypes(tmp_path):
     """The gradient of a distance has length 1, regardless of the prototype's distance."""
     honest = [f"client-{k}" for k in range(4)]
     near, far = (Server(fedtgp(clients=5), tmp_path / name) for name in ("near", "far"))
@@ -322,7 +322,7 @@ def taught(known, classes=6):
 
 
 @given(st.integers(0, 2**31))
-def test_the_distance_is_equation_11(seed):
+def test_distance_equals_equation_11(seed):
     """The gradient is 1 / (|C| n_c) times the direction from the prototype to the class mean."""
     features, labels, known = batch(seed)
     place = torch.tensor(features, dtype=torch.float32, requires_grad=True)
@@ -338,7 +338,7 @@ def test_the_distance_is_equation_11(seed):
         np.testing.assert_allclose(place.grad[n], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_class_mean_on_its_prototype_has_a_gradient_of_zero():
+def test_gradient_is_zero_at_the_prototype():
     """The root has no gradient there, which must also stay finite nearby."""
     known = {0: np.zeros(3, np.float32), 1: np.ones(3, np.float32)}
     features = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0], [1.0, 1.0, 1.0], [1e-30, 0, 0]])
@@ -350,7 +350,7 @@ def test_a_class_mean_on_its_prototype_has_a_gradient_of_zero():
         assert torch.equal(place.grad, torch.zeros(4, 3))
 
 
-def test_the_gradient_does_not_grow_with_the_distance():
+def test_gradient_does_not_grow_with_the_distance():
     for far in (1.0, 1e3, 1e6):
         place = torch.full((1, 4), far, requires_grad=True)
         known = {2: np.zeros(4, np.float32)}
@@ -379,7 +379,7 @@ def slow_loss(features, logits, y, known, distance, weight):
 
 
 @pytest.mark.parametrize("pull", PULLS)
-def test_a_clients_round_is_the_local_update(tmp_path, pull):
+def test_round_of_a_client_equals_the_local_update(tmp_path, pull):
     """Test both distances with their default weights, and with another weight."""
     changes, weight = PULLS[pull]
     chosen = {"models": "mlp2", "max_samples": 150, **changes, **PLAIN}
@@ -401,7 +401,7 @@ def test_a_clients_round_is_the_local_update(tmp_path, pull):
     assert_class_means(reply, model.extractor(x), client.y)
 
 
-def test_a_class_mean_is_not_private():
+def test_class_mean_is_not_private():
     """A sample's gradient would depend on its batch, which DP-SGD cannot bound."""
     private = {"privacy.epsilon": 8.0, "models": "mlp"}
     with pytest.raises(SettingsError, match=r"'fedtgp\.distance'.*mse"):
@@ -409,7 +409,7 @@ def test_a_class_mean_is_not_private():
     assert fedtgp(**private, **{"fedtgp.distance": "mse"}).method_settings.pull == (10.0, "mse")
 
 
-def test_the_nearest_trained_prototype_is_judged(tmp_path):
+def test_nearest_trained_prototype_is_evaluated(tmp_path):
     client = opened(fedtgp(), tmp_path)
     features = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     knowledge = Knowledge({"classes": np.array([0, 2, 5]), "features": features})
@@ -425,13 +425,13 @@ def test_the_nearest_trained_prototype_is_judged(tmp_path):
 # What travels and what stays
 
 
-def test_nothing_but_prototypes_travels(tmp_path):
+def test_only_prototypes_are_sent(tmp_path):
     """Unlike in FedProto, numbers of samples are not sent either."""
     config = fedtgp(models=["mlp", "cnn2", "cnn3"], **{"fedtgp.feature-dim": 32})
     assert_only_rows_per_class(config, tmp_path, "features", width=32)
 
 
-def test_draws_are_of_seed_and_round_alone(tmp_path):
+def test_draws_depend_only_on_seed_and_round(tmp_path):
     """Draws do not use torch's global generator, and depend on the seed."""
     states = []
     for number, seed in enumerate((0, 0, 1)):

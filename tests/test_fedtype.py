@@ -69,7 +69,7 @@ def step(client):
     return learning, x, client.models["private"](x), client.models["proxy"](x)
 
 
-def test_cross_entropy_and_backward_loss_reach_the_private_model_alone(client):
+def test_cross_entropy_and_backward_loss_train_only_the_private_model(client):
     learning, x, private, proxy = step(client)
     loss = F.cross_entropy(private, client.y[:20]) + learning.backward_loss(x, private, proxy)
     loss.backward()
@@ -77,7 +77,7 @@ def test_cross_entropy_and_backward_loss_reach_the_private_model_alone(client):
     assert moved(client.models["proxy"]) == 0
 
 
-def test_forward_loss_reaches_the_proxy_alone(client):
+def test_forward_loss_trains_only_the_proxy(client):
     learning, _, private, proxy = step(client)
     learning.forward_loss(private, proxy, client.y[:20]).backward()
     assert moved(client.models["private"]) == 0
@@ -86,7 +86,7 @@ def test_forward_loss_reaches_the_proxy_alone(client):
 
 @pytest.mark.parametrize("backward", ["conformal", "topk", "symmetric"])
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
-def test_every_backward_loss_reaches_the_private_model_alone(tmp_path, backward, mode):
+def test_every_backward_loss_trains_only_the_private_model(tmp_path, backward, mode):
     changes = {"fedtype.backward": backward, "fedtype.mode": mode}
     learning, x, private, proxy = step(client := opened(fedtype(**changes), tmp_path))
     learning.backward_loss(x, private, proxy).backward()
@@ -95,7 +95,7 @@ def test_every_backward_loss_reaches_the_private_model_alone(tmp_path, backward,
 
 
 @pytest.mark.parametrize(("own", "other"), [("private", "proxy"), ("proxy", "private")])
-def test_an_alternating_loss_reaches_its_own_model_alone(tmp_path, own, other):
+def test_alternating_losses_train_only_their_model(tmp_path, own, other):
     changes = {"fedtype.order": "alternating", "fedtype.proxy-loss": "ce+kl"}
     learning = reciprocity(client := opened(fedtype(**changes), tmp_path))
     getattr(learning, f"{own}_loss")(client.x[:20], client.y[:20]).backward()
@@ -104,7 +104,7 @@ def test_an_alternating_loss_reaches_its_own_model_alone(tmp_path, own, other):
 
 
 @pytest.mark.parametrize("model", ["cnn2-dropout", "gems-resnet11"])
-def test_the_published_proxy_learns_from_the_private_model_without_dropout(tmp_path, model):
+def test_published_proxy_learns_from_the_private_model_without_dropout(tmp_path, model):
     """update_new.py calls `large_model.eval()` before the epoch of the small model."""
     changes = {"fedtype.order": "alternating", "fedtype.proxy-loss": "kl", "fedtype.proxy": "mlp"}
     learning = reciprocity(client := opened(fedtype(models=model, **changes), tmp_path))
@@ -123,7 +123,7 @@ def test_the_published_proxy_learns_from_the_private_model_without_dropout(tmp_p
     assert all(torch.equal(value, before[name]) for name, value in private.state_dict().items())
 
 
-def test_the_published_proxy_loss_is_a_mean_over_samples_and_classes(tmp_path):
+def test_published_proxy_loss_is_a_mean_over_samples_and_classes(tmp_path):
     """The loss is written out for three samples of four classes; KLDivLoss averages over both."""
     learning = reciprocity(opened(fedtype(**{"fedtype.proxy-loss": "ce+kl"}), tmp_path))
     private, proxy = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
@@ -137,7 +137,7 @@ def test_the_published_proxy_loss_is_a_mean_over_samples_and_classes(tmp_path):
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_data_is_parted_7_2_1(client):
+def test_data_is_split_7_2_1(client):
     train, held, test = len(client.y), len(client.held_out), len(client.tests["personal"])
     everything = train + held + test
     assert held == round(0.1 * everything)
@@ -167,7 +167,7 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
                     assert not any(piece in payload for payload in payloads), name
 
 
-def test_bytes_are_the_proxies_both_ways(tmp_path):
+def test_bytes_are_those_of_the_proxy(tmp_path):
     run(fedtype(rounds=3), tmp_path / "run")
     state = build("mlp3", (1, 8, 8), 10, seed=0).state_dict()
     size = sum(tensor.nbytes for tensor in state.values())
@@ -191,7 +191,7 @@ def test_three_kinds_of_accuracy(tmp_path):
     assert figures["tau"] > 0
 
 
-def test_the_last_global_is_what_the_server_aggregated_last(tmp_path):
+def test_last_global_model_is_the_last_aggregate(tmp_path):
     server = Server(fedtype(rounds=1), tmp_path / "run")
     expected = mean_of(server, learn(server, 1), "proxy")
     asked = server.flower.configure_evaluate(1, None, server.manager)
@@ -227,7 +227,7 @@ def test_pfedme_mixes_by_beta(tmp_path):
         np.testing.assert_allclose(tensor, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_proxy_starts_each_round_from_the_servers(client):
+def test_proxy_starts_each_round_from_the_server(client):
     sent = instruction(client)
     client.train(1, sent)
     client.settings = client.settings.model_copy(update={"aggregation": "fedavg"})
@@ -252,7 +252,7 @@ def test_parts_cover_the_data_once(tmp_path, local_epochs):
 @pytest.mark.parametrize(
     "changes", [{"fedtype.u": 0.5}, {"fedtype.mode": "evaluation"}, {"fedtype.epoch-data": "part"}]
 )
-def test_a_switch_changes_the_run(tmp_path, changes):
+def test_switch_changes_the_run(tmp_path, changes):
     """The test of Algorithm 1, whose models have no batch norm, covers the other switches."""
     trained = []
     for number, chosen in enumerate([{}, changes]):
@@ -264,12 +264,12 @@ def test_a_switch_changes_the_run(tmp_path, changes):
 
 
 @pytest.mark.parametrize("value", ["often", 1.5, -0.1])
-def test_u_is_random_or_a_share(value):
+def test_u_is_random_or_a_number(value):
     with pytest.raises(SettingsError, match=r"'fedtype\.u'"):
         fedtype(**{"fedtype.u": value})
 
 
-def test_an_unknown_proxy_ends_the_run_before_training():
+def test_unknown_proxy_raises_before_training():
     with pytest.raises(SettingsError, match=r"'fedtype\.proxy'"):
         fedtype(**{"fedtype.proxy": "cnn22"})
 
@@ -281,7 +281,7 @@ def test_k_reg_is_auto_or_a_rank(value):
 
 
 @pytest.mark.parametrize("infinite", ["skip", "imitate"])
-def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, infinite):
+def test_client_with_one_calibration_sample_trains(tmp_path, infinite):
     chosen = {"fedtype.quantile": "corrected", "fedtype.infinite": infinite}
     config = fedtype(max_samples=60, min_samples=10, clients=3, models="cnn2", **chosen)
     client = opened(config, tmp_path)
@@ -294,7 +294,7 @@ def test_a_client_with_a_single_sample_to_calibrate_on(tmp_path, infinite):
         assert figures["proxy_set"] == len(client.label_set)
 
 
-def test_a_client_of_two_samples_trains_on_both(tmp_path):
+def test_client_of_two_samples_trains_on_both(tmp_path):
     config = fedtype(clients=2, max_samples=4, min_samples=1, test_fraction=0.0, partition="iid")
     client = opened(config, tmp_path)
     assert (len(client.held_out), len(client.y)) == (0, 2)
@@ -312,7 +312,7 @@ def test_calibration_adds_nothing_to_the_batch_norms(tmp_path):
     ("held", "batch", "sizes"),
     [(10, 8, [10]), (16, 8, [8, 8]), (19, 8, [10, 9]), (5, 8, [8]), (5, 64, [32]), (40, 64, [40])],
 )
-def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, batch, sizes):
+def test_calibration_uses_adequate_batch_norm_statistics(tmp_path, held, batch, sizes):
     """D' is evaluated in equal parts of at least a batch; a small part joins others."""
     client = opened(fedtype(models="cnn2", batch_size=batch), tmp_path)
     everything = torch.cat([client.held_out.x, client.x])
@@ -328,7 +328,7 @@ def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, ba
     )
 
 
-def test_the_change_of_accuracy_is_carried_over_rounds(tmp_path):
+def test_change_of_accuracy_is_kept_over_rounds(tmp_path):
     """With one epoch per round, Eq. 7 needs the accuracy of the last round."""
     client = opened(fedtype(local_epochs=1), tmp_path)
     for number in (1, 2):

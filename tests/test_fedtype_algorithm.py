@@ -239,7 +239,7 @@ def started(directory, chosen):
 @pytest.mark.parametrize(
     "chosen", VARIANTS, ids=lambda v: "-".join(map(str, v.values())) or "as-is"
 )
-def test_a_round_is_algorithm_1(tmp_path, chosen):
+def test_round_equals_algorithm_1(tmp_path, chosen):
     client, proxy, sent = started(tmp_path, chosen)
     paper = Paper(client, proxy, 1.0, chosen)
     for _ in range(EPOCHS):
@@ -252,7 +252,7 @@ def test_a_round_is_algorithm_1(tmp_path, chosen):
         torch.testing.assert_close(torch.tensor(ours).double(), theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_the_variants_differ_from_one_another(tmp_path):
+def test_variants_differ_from_one_another(tmp_path):
     """Each variant must change the round; a switch without effect would pass the test above."""
     ends = []
     for number, chosen in enumerate(VARIANTS):

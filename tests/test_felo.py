@@ -113,7 +113,7 @@ def test_average_over_clients(seed, by_samples):
         np.testing.assert_allclose(result.logits[row], expected[int(y)][1], rtol=1e-4, atol=1e-5)
 
 
-def test_average_of_nobody_has_no_class():
+def test_average_of_no_reply_has_no_class():
     assert average([], by_samples=False).classes.size == 0
 
 
@@ -141,7 +141,7 @@ def test_losses_of_equation_1(seed, known):
 
 
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-def test_features_of_zeros_leave_loss_and_gradient_finite(norm):
+def test_zero_features_have_finite_loss_and_gradient(norm):
     zeros = {y: (np.zeros(7), np.zeros(5)) for y in range(5)}
     x = torch.zeros(5, 7, requires_grad=True)
     loss = class_feature_loss(x, torch.arange(5), teacher_of(zeros), norm)
@@ -154,7 +154,7 @@ def test_features_of_zeros_leave_loss_and_gradient_finite(norm):
     assert x.grad.abs().sum() > 0
 
 
-def test_without_a_teacher_the_loss_is_cross_entropy():
+def test_loss_without_a_teacher_is_cross_entropy():
     features, logits, labels = draw(3)
     _, _, ce = reference_losses(features, logits, labels, {}, alpha=1.0)
     loss = felo_loss(
@@ -184,7 +184,7 @@ def teacher():
 
 
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-def test_feature_loss_reaches_the_extractor_alone(student, teacher, norm):
+def test_feature_loss_trains_only_the_extractor(student, teacher, norm):
     model, x, y = student
     features, _ = model.features_and_logits(x)
     class_feature_loss(features, y, teacher, norm).mean().backward()

@@ -78,7 +78,7 @@ def transcription(client, round, start, taught, alpha, feature=1.0, logit=1.0, n
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("averaged", [True, False])
 @pytest.mark.usefixtures("steady_adam")
-def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
+def test_client_equals_algorithm_1(tmp_path, alpha, first, averaged):
     client = opened(tmp_path, **{"felo.alpha": alpha, "felo.feature-weight": 1.0})  # as printed
     own = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
     if not first:
@@ -104,7 +104,7 @@ def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 @pytest.mark.parametrize(("feature", "logit"), [(0.0, 2.0), (2.0, 0.0), (0.5, 1.0)])
 @pytest.mark.usefixtures("steady_adam")
-def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, logit):
+def test_client_weights_terms_by_settings(tmp_path, norm, feature, logit):
     chosen = {"felo.feature-weight": feature, "felo.logit-weight": logit, "felo.feature-norm": norm}
     client = opened(tmp_path, **{"felo.alpha": 0.7, **chosen})
     client.state.metadata["participations"] = 1
@@ -136,7 +136,7 @@ def expected_average(clients, by_samples):
 
 
 @pytest.mark.parametrize("weighting", ["clients", "samples"])
-def test_the_server_averages_each_clients_last_reply(tmp_path, weighting):
+def test_server_averages_each_clients_last_reply(tmp_path, weighting):
     config = small(fraction=0.5, rounds=4, **{"felo.weighting": weighting})
     server = Server(config, tmp_path / "run")
     last = {}
@@ -153,7 +153,7 @@ def test_the_server_averages_each_clients_last_reply(tmp_path, weighting):
         np.testing.assert_allclose(sent["logits"][row], expected[y][1], rtol=1e-4, atol=1e-5)
 
 
-def test_the_first_round_teaches_nothing(tmp_path):
+def test_first_round_has_no_teacher(tmp_path):
     server = Server(small(), tmp_path / "run")
     assert not any(instruction_of(asked).tensors for asked in server.ask(1))
 
@@ -168,7 +168,7 @@ def test_the_first_round_teaches_nothing(tmp_path):
         ([10**12, 10**12], 10**6, [500_000, 500_000]),
     ],
 )
-def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected):
+def test_class_counts_are_limited_by_samples(counts, samples, expected):
     client = ClientInfo("a", "mlp", samples, 3, "table", (4,))
     tensors = {"classes": np.array([0, 2]), "counts": np.array(counts)}
     reply = Reply(client, Knowledge(tensors), Measured({}))
@@ -205,7 +205,7 @@ def accuracy_of(architecture, weights, split):
 
 
 @pytest.mark.parametrize("method", ["felo", "velo"])
-def test_the_averages_are_judged_in_each_round_as_aggregated(tmp_path, method):
+def test_averages_are_evaluated_in_each_round(tmp_path, method):
     """Every client evaluates the average of its architecture."""
     server = Server(small(method, rounds=3, models=["mlp", "cnn2"]), tmp_path / "run")
     members, averaged = server.strategy.members, {}
@@ -232,7 +232,7 @@ def test_the_averages_are_judged_in_each_round_as_aggregated(tmp_path, method):
     assert found[2]["common"]["global"]["per_client"] != found[2]["common"]["private"]["per_client"]
 
 
-def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(tmp_path):
+def test_unsampled_clients_evaluate_averages_in_the_last_round(tmp_path):
     server = Server(small(rounds=1, fraction=0.25, models=["mlp", "cnn2"]), tmp_path / "run")
     asked = server.ask(1)
     (sampled,) = (proxy.name for proxy, _ in asked)
@@ -255,7 +255,7 @@ def test_in_the_last_round_who_was_not_sampled_judges_its_architectures_average(
 
 
 @pytest.mark.parametrize("method", ["felo", "velo"])
-def test_weights_that_are_not_shared_are_not_judged(tmp_path, method):
+def test_unshared_weights_are_not_evaluated(tmp_path, method):
     changes = {"rounds": 2, "fraction": 0.5, f"{method}.share-weights": False}
     server = Server(small(method, **changes), tmp_path / "run")
     server.play(1)
@@ -266,7 +266,7 @@ def test_weights_that_are_not_shared_are_not_judged(tmp_path, method):
         assert all(set(kinds) == {"private"} for kinds in record["accuracy"].values())
 
 
-def test_judging_an_average_leaves_the_private_model_as_it_is(tmp_path):
+def test_evaluating_an_average_keeps_the_private_model(tmp_path):
     client = opened(tmp_path)
     before = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     judged = client.eval_models(Knowledge(grouped("weights", weights(9))))
@@ -280,7 +280,7 @@ def test_judging_an_average_leaves_the_private_model_as_it_is(tmp_path):
     assert set(client.eval_models(Knowledge())) == {"private"}
 
 
-def test_an_average_is_judged_within_the_clients_own_classes(tmp_path):
+def test_average_is_evaluated_within_classes_of_the_client(tmp_path):
     """A client with some of the classes evaluates both models on these classes only."""
     changes = {"partition": "superclasses", "label-space": [2, 3], "samples-per-class": 12}
     client = opened(tmp_path, **changes, fraction=1.0)

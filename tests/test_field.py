@@ -70,7 +70,7 @@ def table_of(text: str):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_method_runs_everywhere_or_its_settings_say_why_not(size, tmp_path):
+def test_method_runs_everywhere_or_declares_limits(size, tmp_path):
     methods = all_methods()[0]
     plan = plan_field(read_field(), size, [*methods], [0], tmp_path)
     # In whose first rounds the accuracy may reach its share of central's.
@@ -91,7 +91,7 @@ def test_a_method_runs_everywhere_or_its_settings_say_why_not(size, tmp_path):
     assert any(getattr(layer, "p", 0) > 0 for layer in layers), "a network with dropout"
 
 
-def test_the_tiny_table_fits_its_data(tmp_path):
+def test_tiny_table_fits_its_data(tmp_path):
     plan = plan_field(read_field(), "tiny", ["local", "fedgems"], [0], tmp_path)
     checked = [run for run in plan.runs if "IID" in run.label]
     assert len(checked) == 6
@@ -106,7 +106,7 @@ def test_one_seed_is_complete_before_the_next_begins(tmp_path):
     assert len(seeds) == 2 * (5 * 9 - 6)
 
 
-def test_a_method_of_fixed_rounds_has_as_many_epochs_as_the_others(tmp_path):
+def test_method_of_fixed_rounds_has_as_many_epochs_as_the_others(tmp_path):
     plan = plan_field(read_field(), "tiny", ["local", "cofed"], [0], tmp_path)
     local, cofed = (next(e for e in plan.every if e.method == m) for m in ("local", "cofed"))
     run, fixed = local.runs[0].config.run, cofed.runs[0].config.run
@@ -114,7 +114,7 @@ def test_a_method_of_fixed_rounds_has_as_many_epochs_as_the_others(tmp_path):
     assert fixed.rounds * fixed.training.local_epochs == run.rounds * run.training.local_epochs
 
 
-def test_a_setting_that_no_method_takes_is_an_error_and_not_an_empty_table(tmp_path):
+def test_unknown_setting_raises(tmp_path):
     with pytest.raises(SettingsError, match=r"training\.lr"):
         plan_field(read_field(), "tiny", METHODS, [0], tmp_path, {"training.lr": -1})
     with pytest.raises(SettingsError, match="felo"):
@@ -143,7 +143,7 @@ def made(tmp_path, tops, seeds=(0, 1)):
     return collect(plan)
 
 
-def test_accuracies_are_of_the_headline_models(tmp_path):
+def test_accuracies_are_those_of_the_headline_models(tmp_path):
     results = made(tmp_path, {"central": 0.9, "local": 0.5, "felo": 0.7})
     for each in results.plan.every:
         for seed, run in each.runs.items():
@@ -164,7 +164,7 @@ def test_accuracies_are_of_the_headline_models(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", ["personal", "common"])
-def test_costs_end_where_nine_tenths_of_the_ceiling_are_reached(protocol, tmp_path):
+def test_costs_end_at_nine_tenths_of_the_ceiling(protocol, tmp_path):
     results = made(tmp_path, {"central": 0.6, "local": 0.2, "felo": 0.8})
     reached = 0
     for each in results.plan.every:
@@ -200,7 +200,7 @@ def test_costs_end_where_nine_tenths_of_the_ceiling_are_reached(protocol, tmp_pa
     assert cells["central"]["bytes"].text == "—"
 
 
-def test_what_is_not_finished_is_left_out(tmp_path):
+def test_unfinished_runs_are_excluded(tmp_path):
     results = made(tmp_path, {"local": 0.5, "felo": 0.7, "fd": 0.6, "fedhe": 0.4})
     (results.plan.every[0].runs[1].directory / "summary.json").unlink()
     later = collect(results.plan)
@@ -213,7 +213,7 @@ def test_what_is_not_finished_is_left_out(tmp_path):
 # Ranks
 
 
-def test_ranks_and_critical_difference_are_those_of_demsar():
+def test_ranks_and_critical_difference_equal_demsar():
     found = ranked(table_of(DEMSAR))
     assert found.ranks.round(3).to_dict() == {"m+cf": 1.964, "m": 2.0, "cf": 2.893, "C4.5": 3.143}
     assert found.critical == pytest.approx(1.25, abs=0.005)
@@ -233,7 +233,7 @@ def test_friedmans_p_is_corrected_for_ties():
     assert ranked(table_of(DEMSAR)).p == pytest.approx(stats.chi2.sf(statistic, k - 1))
 
 
-def test_a_method_without_every_score_is_not_ranked_and_seeds_narrow_the_difference():
+def test_method_without_every_score_is_not_ranked_and_seeds_narrow_the_difference():
     scores = table_of(DEMSAR)
     scores.loc[3, "cf"] = math.nan
     found = ranked(scores, seeds=4)
@@ -243,7 +243,7 @@ def test_a_method_without_every_score_is_not_ranked_and_seeds_narrow_the_differe
     assert ranked(scores[:1]) is None
 
 
-def test_the_ranks_of_a_table_leave_out_the_ceiling_and_those_that_lack_cells(tmp_path):
+def test_ranks_exclude_the_ceiling_and_incomplete_methods(tmp_path):
     tops = {"central": 0.9, "local": 0.2, "fedavg": 0.5, "felo": 0.8, "fd": 0.6}
     results = made(tmp_path, tops)
     everywhere = results.rankings["common", "all"]
@@ -261,7 +261,7 @@ def test_the_ranks_of_a_table_leave_out_the_ceiling_and_those_that_lack_cells(tm
 # What is shown
 
 
-def test_every_row_says_what_it_measured_or_why_it_could_not(tmp_path):
+def test_every_row_has_a_score_or_a_reason(tmp_path):
     cells: Cells = every(made(tmp_path, {"central": 0.9, "fedavg": 0.5, "felo": 0.8}))
     for row in (dict(zip(cells.headers, row, strict=True)) for row in cells.rows):
         could = row["method"].text != "fedavg" or row["architectures"].text == "homogeneous"
@@ -292,7 +292,7 @@ def call(*words):
     )
 
 
-def test_a_table_is_made_once_and_has_a_page_that_filters(tmp_path):
+def test_table_is_made_once_and_has_a_page_that_filters(tmp_path):
     said = call("--seeds", "0,1", "--out", tmp_path, "--latex", *SMALL)
     assert said.count("\ntable: ") == 2, "after each seed"
     rows = list(csv.DictReader((tmp_path / "field-tiny.csv").open()))
@@ -327,21 +327,21 @@ def test_a_table_is_made_once_and_has_a_page_that_filters(tmp_path):
     assert made in page
 
 
-def test_what_is_to_do_is_shown_without_training(tmp_path):
+def test_plan_is_shown_without_training(tmp_path):
     said = call("--seeds", "0", "--out", tmp_path, "--dry-run", "--methods", "fedavg")
     assert said.count("to do  fedavg, homogeneous") == 3
     assert "three" not in said
     assert not [*tmp_path.iterdir()]
 
 
-def test_methods_are_chosen_for_this_table_alone(tmp_path):
+def test_methods_option_is_only_for_this_table(tmp_path):
     with pytest.raises(SettingsError, match="--methods"):
         CliRunner().invoke(app, ["table", "felo-2", "--methods", "felo"], catch_exceptions=False)
     with pytest.raises(SettingsError, match=r"'--size'.*paper"):
         call("--size", "huge")
 
 
-def test_the_csv_has_the_numbers_of_the_runs(tmp_path):
+def test_csv_has_the_numbers_of_the_runs(tmp_path):
     call("--seeds", "0", "--out", tmp_path, *SMALL)
     row = next(r for r in csv.DictReader((tmp_path / "field-tiny.csv").open())
                if r["method"] == "fedavg")  # fmt: skip
@@ -430,12 +430,12 @@ def test_recommended_methods_are_better_than_local_beyond_the_noise(row):
     assert int(count) == 3 * len(pools) * len(RECORD["seeds"])
 
 
-def test_generated_pages_are_in_step_with_the_record():
+def test_generated_pages_equal_the_record():
     for path, text in pages(DOCS.parent).items():
         assert path.read_text() == text, f"{path}: run `make reference`"
 
 
-def test_a_table_of_equal_methods_recommends_none(tmp_path):
+def test_table_of_equal_methods_recommends_none(tmp_path):
     tops = {"local": 0.7, "felo": 0.7, "fedmd": 0.7, "fedavg": 0.2}
     results = made(tmp_path, tops, seeds=range(5))
     for row in recommendations(results).rows:
@@ -443,7 +443,7 @@ def test_a_table_of_equal_methods_recommends_none(tmp_path):
         assert row[4].text.startswith("0 of ")
 
 
-def test_a_record_has_the_numbers_of_the_runs(tmp_path):
+def test_record_has_the_numbers_of_the_runs(tmp_path):
     results = made(tmp_path, {"local": 0.5, "felo": 0.7})
     record = FieldRecord.model_validate_json(FieldRecord.of(results).to_json())
     for name, cell in itertools.product(("local", "felo"), CELLS):

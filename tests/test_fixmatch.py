@@ -46,7 +46,7 @@ def test_augmented_images_are_images(shape, change):
     assert not torch.equal(changed, x)
 
 
-def test_augmentations_are_drawn_from_the_generator_alone():
+def test_augmentations_draw_only_from_the_generator():
     x, before = images(20, 3, 16, 16), torch.get_rng_state()
     found = [strong(x, draws(seed)) for seed in (1, 1, 2)]
     assert torch.equal(found[0], found[1])
@@ -54,14 +54,14 @@ def test_augmentations_are_drawn_from_the_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_each_image_has_an_augmentation_of_its_own():
+def test_each_image_has_its_own_augmentation():
     """Sixty-four copies of an image have 9 weak augmentations; strong ones rarely coincide."""
     x = images(1, 1, 8, 8).repeat(64, 1, 1, 1)
     for change, least in ((weak, 9), (strong, 55)):
         assert len(torch.unique(change(x, draws()), dim=0)) >= least
 
 
-def test_strong_ones_are_stronger():
+def test_strong_augmentation_changes_more():
     x = images(64, 3, 16, 16).abs() * 0.5
     smooth = torch.nn.functional.avg_pool2d(x, 7, 1, 3)
     changed = [change(smooth, draws()) for change in (weak, strong)]
@@ -79,7 +79,7 @@ def test_digits_are_not_mirrored():
 @pytest.mark.parametrize(
     ("kind", "shape"), [("table", (5,)), ("image", (2, 8, 8)), ("signal", (8, 8))]
 )
-def test_what_is_no_image_is_refused(kind, shape):
+def test_augmentation_of_other_samples_raises(kind, shape):
     with pytest.raises(DataError, match=r"\[1 or 3, H, W\]"):
         check_changeable(KINDS[kind], shape, "FixMatch supports")
 
@@ -102,7 +102,7 @@ def test_pseudo_labels_and_loss_sample_by_sample(seed):
     assert loss.item() == pytest.approx(np.mean(each), rel=1e-5)
 
 
-def test_gradient_reaches_confident_samples_alone_and_not_their_labels():
+def test_gradients_come_only_from_confident_samples():
     weakly = torch.tensor([[5.0, 0.0], [0.1, 0.0], [0.0, 5.0]], requires_grad=True)
     strongly = torch.zeros(3, 2, requires_grad=True)
     unlabeled_loss(strongly, *confident_labels(weakly, 0.9)).backward()
@@ -140,7 +140,7 @@ def around(labeled, unlabeled, batch=16, **changes):
 @pytest.mark.parametrize(
     ("labeled", "unlabeled", "batch"), [(100, 60, 16), (3, 500, 32), (1, 40, 16), (0, 40, 16)]
 )
-def test_an_epoch_sees_all_of_both_sorts(labeled, unlabeled, batch):
+def test_epoch_uses_all_labeled_and_unlabeled_samples(labeled, unlabeled, batch):
     """The number of steps is about that of all samples.
 
     At least an eighth of each batch is labeled.
@@ -163,7 +163,7 @@ def test_pseudo_labels_come_from_evaluation_without_gradients():
     assert model.scale.grad is not None
 
 
-def test_the_weight_and_the_loss_of_labeled_samples():
+def test_weight_and_the_loss_of_labeled_samples():
     """With the same draws and the weights 0, 1, and 3, the loss is linear in the weight."""
     found = []
     for weight in (0.0, 1.0, 3.0):
@@ -176,14 +176,14 @@ def test_the_weight_and_the_loss_of_labeled_samples():
 
 
 @pytest.mark.parametrize(("labeled", "unlabeled"), [(0, 40), (40, 0), (40, 1)])
-def test_who_has_one_sort_of_samples_learns_from_it(labeled, unlabeled):
+def test_client_with_only_labeled_or_unlabeled_samples_trains(labeled, unlabeled):
     model, fixmatch = around(labeled, unlabeled, semi_threshold=0.0)
     loss_of = fixmatch.combined_loss(lambda x, y: torch.tensor(7.0), None, model)
     loss = loss_of(fixmatch.x, fixmatch.y)
     assert (loss == 7.0) == (labeled > 0)
 
 
-def test_figures_count_predictions_pseudo_labels_and_errors():
+def test_metrics_count_predictions_pseudo_labels_and_errors():
     model, fixmatch = around(20, 40)
     fixmatch.loss(model)  # bright images: class 1, of which half have 0 as their truth
     assert fixmatch.metrics() == {"pseudo_labels": 1.0, "pseudo_error": pytest.approx(0.5, abs=0.2)}
@@ -206,7 +206,7 @@ def test_every_method_learns_from_unlabeled_images(method, tmp_path):
     assert 0 < found["method"]["pseudo_error"] < 1
 
 
-def test_hidden_labels_are_measured_by_not_learned(tmp_path):
+def test_hidden_labels_are_used_only_for_metrics(tmp_path):
     """Other hidden labels change the measured error, but not the model."""
     found, errors = [], []
     for shift in (0, 1):
@@ -225,7 +225,7 @@ def test_hidden_labels_are_measured_by_not_learned(tmp_path):
     assert errors[0] != errors[1]
 
 
-def test_a_run_learns_and_is_sure_of_more_images(tmp_path):
+def test_run_learns_and_becomes_confident(tmp_path):
     chosen = {"rounds": 6, "local_epochs": 3, "labeled_alpha": 1.0, "models": "cnn2"}
     summary = run(semi("fedavg", **chosen, **{"data.max-samples": 0}), tmp_path / "run")
     assert summary["accuracy"]["common"]["global"]["mean"] > 0.6
@@ -234,7 +234,7 @@ def test_a_run_learns_and_is_sure_of_more_images(tmp_path):
     assert said[-1]["pseudo_error"] < 0.45
 
 
-def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
+def test_pseudo_labels_stay_in_the_label_space(tmp_path):
     spaces = {
         "superclasses": [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7", "8", "9"]],
         "label-space": [2, 2],
@@ -273,11 +273,11 @@ def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(method, changes, says):
+def test_unsupported_settings_raise(method, changes, says):
     with pytest.raises(SettingsError, match=says):
         small(method, semi="fixmatch", **changes)
 
 
-def test_who_is_not_semi_supervised_reports_no_figures(tmp_path):
+def test_supervised_client_reports_no_pseudo_label_metrics(tmp_path):
     run(small("fedavg", rounds=1), tmp_path / "run")
     assert records(tmp_path / "run")[0]["method"] == {}

@@ -60,11 +60,11 @@ def test_clients_follow_the_simulated_nodes_once_all_are_registered(clients_of):
     assert clients_of(grid_of([0, 0, 1, 2, 3, 7]), context_of())[0] == [7]
 
 
-def test_clients_that_are_set_as_the_federation_has_them_stay(clients_of):
+def test_matching_number_of_clients_is_kept(clients_of):
     assert clients_of(grid_of([4]), context_of(clients=4))[0] == [4]
 
 
-def test_other_clients_than_simulated_nodes_are_refused_at_once(clients_of, capsys):
+def test_mismatched_number_of_clients_raises(clients_of, capsys):
     found, fault = clients_of(grid_of([2]), context_of(clients=4))
     assert not found
     assert fault.startswith("clients: expected 2, the number of simulated nodes, got 4.")
@@ -72,11 +72,11 @@ def test_other_clients_than_simulated_nodes_are_refused_at_once(clients_of, caps
     assert capsys.readouterr().out == f"error: {fault}\n"
 
 
-def test_a_deployment_keeps_the_clients_that_it_is_given(clients_of):
+def test_deployment_keeps_its_number_of_clients(clients_of):
     assert clients_of(object(), context_of(clients=3))[0] == [3]
 
 
-def test_an_error_of_ours_is_logged_by_flower_without_its_traceback(clients_of):
+def test_fedhet_error_is_logged_without_traceback(clients_of):
     clients_of(grid_of([2]), context_of(clients=4))
     lines, logger = [], logging.getLogger("flwr")
     handler = logging.Handler()
@@ -91,7 +91,7 @@ def test_an_error_of_ours_is_logged_by_flower_without_its_traceback(clients_of):
     assert "ValueError: a fault of the code" in lines[1]
 
 
-def test_a_simulated_client_takes_the_number_of_partitions(tmp_path):
+def test_simulated_client_uses_the_number_of_partitions(tmp_path):
     node = {"partition-id": 2, "num-partitions": 3, "state-dir": str(tmp_path)}
     settings = {**to_flower(small().flat()), "clients": 0}
     asked = GetPropertiesIns({})
@@ -102,7 +102,7 @@ def test_a_simulated_client_takes_the_number_of_partitions(tmp_path):
         client_fn(SimpleNamespace(node_config=node, run_config=settings))
 
 
-def test_a_failing_report_is_one_line_and_the_run_stays_complete(tmp_path, monkeypatch):
+def test_failed_report_keeps_the_run_complete(tmp_path, monkeypatch):
     directory = tmp_path / "run"
 
     def fail(path):
@@ -133,7 +133,7 @@ def without_result(tmp_path, monkeypatch):
     return directory, str(raised.value), progress
 
 
-def test_a_run_none_of_whose_models_can_be_evaluated_fails_with_the_reason(without_result):
+def test_run_without_evaluable_models_fails(without_result):
     directory, fault, progress = without_result
     assert fault.startswith("no client could be evaluated in round 1; client client-0: ")
     assert "its batch norm has diverged" in fault
@@ -142,7 +142,7 @@ def test_a_run_none_of_whose_models_can_be_evaluated_fails_with_the_reason(witho
     assert read_status(directory).description == f"failed in round 1 of 1: {fault}"
 
 
-def test_the_page_of_a_failed_run_says_why_and_knows_its_models_and_memory(without_result):
+def test_report_of_a_failed_run_shows_reason_models_and_memory(without_result):
     directory, fault, _ = without_result
     report.write(directory)
     page = (directory / "report.html").read_text()
@@ -155,7 +155,7 @@ def test_the_page_of_a_failed_run_says_why_and_knows_its_models_and_memory(witho
     assert "model unknown" not in page
 
 
-def test_class_names_of_a_run_whose_partition_is_not_known_are_the_datas(tmp_path):
+def test_class_names_without_a_partition_come_from_the_data(tmp_path):
     server = Server(small(rounds=1, clients=2, metrics=["accuracy", "recall"]), tmp_path / "run")
     server.play(1)
     server.close(1)
@@ -164,7 +164,7 @@ def test_class_names_of_a_run_whose_partition_is_not_known_are_the_datas(tmp_pat
     assert found.origin.classes == [str(number) for number in range(10)]
 
 
-def test_a_resumed_run_counts_the_bytes_and_forgets_the_fault_of_before(tmp_path):
+def test_resumed_run_adds_bytes_and_clears_the_error(tmp_path):
     config, directory = small(rounds=2, clients=2), tmp_path / "run"
     with pytest.raises(CutError):
         run(config, directory, [CutOff(2, "before")])

@@ -21,7 +21,7 @@ def fml(**changes):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_loss_reaches_its_own_model_alone(share):
+def test_each_loss_has_gradients_only_for_its_model(share):
     own, peer = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
     own.requires_grad_()
     peer.requires_grad_()
@@ -51,7 +51,7 @@ def slow_round(private, meme, x, y, lr, epochs, alpha, beta):
     return models
 
 
-def test_a_clients_round_is_the_local_update(tmp_path):
+def test_round_of_a_client_equals_the_local_update(tmp_path):
     """In the second round, the private model is the client's, and the meme is the server's."""
     server = Server(
         fml(models="mlp2", **PLAIN, **{"fml.alpha": 0.3, "fml.beta": 0.8}), tmp_path / "run"
@@ -76,7 +76,7 @@ def test_a_clients_round_is_the_local_update(tmp_path):
     )
 
 
-def test_without_the_private_models_the_meme_is_that_of_fedavg(tmp_path):
+def test_meme_without_private_models_equals_fedavg(tmp_path):
     """With beta = 1, the meme learns only from labels, whatever the private models are."""
     mutual = Server(fml(models=["cnn2", "mlp"], **{"fml.beta": 1.0}), tmp_path / "fml")
     plain = Server(small("fedavg", clients=3, models="mlp3"), tmp_path / "fedavg")
@@ -89,7 +89,7 @@ def test_without_the_private_models_the_meme_is_that_of_fedavg(tmp_path):
 # What travels and what stays
 
 
-def test_nothing_but_the_meme_travels(tmp_path):
+def test_only_the_meme_is_sent(tmp_path):
     server = Server(fml(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked = server.ask(1)
     info = client_of(asked[0][0]).info
@@ -102,7 +102,7 @@ def test_nothing_but_the_meme_travels(tmp_path):
         assert not knowledge.scalars
 
 
-def test_all_kinds_are_judged(tmp_path):
+def test_all_kinds_are_evaluated(tmp_path):
     server = Server(fml(), tmp_path)
     learn(server, 1)
     asked = server.ask(2)
@@ -119,6 +119,6 @@ def test_all_kinds_are_judged(tmp_path):
 # Settings and runs
 
 
-def test_a_meme_that_does_not_exist_is_named():
+def test_unknown_meme_raises():
     with pytest.raises(SettingsError, match=r"'fml\.meme'"):
         fml(**{"fml.meme": "cnn22"})

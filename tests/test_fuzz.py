@@ -425,7 +425,7 @@ def traced():
 
 @pytest.mark.timeout(0)  # a million take half an hour
 @pytest.mark.parametrize("name", METHODS)
-def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeypatch):
+def test_damaged_reply_is_dropped_or_satisfies_the_contract(name, traced, monkeypatch):
     # It turns any exception into a KnowledgeError, and here none but that may come.
     monkeypatch.setattr(exchanges, "from_outside", lambda sender: contextlib.nullcontext())
     method, rng = find_method(name), random.Random(f"replies of {name}")
@@ -464,7 +464,7 @@ def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeyp
     assert min(verdicts.values()) > TRIES // 20, verdicts
 
 
-def test_a_damaged_description_is_refused_or_in_range():
+def test_damaged_description_is_rejected_or_in_range():
     rng, verdicts, senders = random.Random("descriptions"), {True: 0, False: 0}, set()
     for _ in range(TRIES):
         info = ClientInfo("a", "mlp", 10, 3, "image", (1, 8, 8), "0123456789abcdef")

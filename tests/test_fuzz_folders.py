@@ -7,7 +7,7 @@ import os
 from benchmarks import fuzz_folders
 
 
-def test_whatever_is_damaged_ends_in_one_line_within_bounds(tmp_path):
+def test_damaged_directory_raises_one_line(tmp_path):
     """`make fuzz` tries a hundred thousand."""
     count = int(os.environ.get("FEDHET_FUZZ_FOLDERS", "30"))
     found = fuzz_folders.tried(tmp_path / "fuzz", count)

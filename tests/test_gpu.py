@@ -81,14 +81,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cuda_refuses_is_refused(gpu, what):
+def test_invalid_cuda_calls_raise(gpu, what):
     x = torch.ones(4, device="cuda")
     x.drawn = torch.Generator()
     with pytest.raises((RuntimeError, TypeError), match=r"device|memory|cuda"):
         REFUSED[what](x)
 
 
-def test_what_cuda_takes_is_taken(gpu):
+def test_valid_cuda_calls_succeed(gpu):
     x = torch.arange(4.0).to("cuda")
     assert x.is_cuda
     assert (x * torch.tensor(2.0))[torch.tensor([1, 3])].tolist() == [2.0, 6.0]
@@ -110,7 +110,7 @@ def test_launches_copies_and_waits_are_counted(gpu):
     assert found == [2, 1, 1, 1, 1]
 
 
-def test_memory_is_counted_and_given_back():
+def test_memory_is_counted_and_released():
     with pretended(memory=10_000_000) as gpu:
         free = gpu.free()
         x = torch.ones(500_000, device="cuda")
@@ -127,7 +127,7 @@ def test_memory_is_counted_and_given_back():
 # What is moved, and what is waited for.
 
 
-def test_tensors_of_a_type_travel_in_one_piece(gpu):
+def test_tensors_of_one_type_are_copied_together(gpu):
     tensors = {f"w{k}": torch.randn(k + 1, 3) for k in range(5)}
     tensors |= {"count": torch.tensor(7), "bytes": torch.arange(9, dtype=torch.uint8)}
     tensors["turned"] = torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last)
@@ -144,7 +144,7 @@ def test_tensors_of_a_type_travel_in_one_piece(gpu):
     assert gpu.total("up") == 3
 
 
-def test_terms_on_one_vector_have_the_gradients_of_those_one_by_one(gpu):
+def test_flattened_terms_have_the_same_gradients(gpu):
     host = [torch.randn(2, 3), torch.randn(4), torch.randn(())]
     there = [each.to("cuda").requires_grad_() for each in host]
     parts = separated([2 * each**3 for each in joined(there)], there)
@@ -155,7 +155,7 @@ def test_terms_on_one_vector_have_the_gradients_of_those_one_by_one(gpu):
     assert joined(host)[1] is host[1]
 
 
-def test_the_host_draws_the_same_numbers_for_every_device(gpu):
+def test_host_draws_the_same_numbers_for_every_device(gpu):
     def drawn(device):
         generator = torch.Generator().manual_seed(3)
         numbers = Numbers(lambda n: torch.rand(n, generator=generator), torch.device(device))
@@ -166,7 +166,7 @@ def test_the_host_draws_the_same_numbers_for_every_device(gpu):
     assert gpu.total("up") == 3
 
 
-def test_the_noise_of_privacy_is_that_of_the_host(gpu):
+def test_privacy_noise_equals_that_of_the_host(gpu):
     """The bits are drawn on the host and copied; the device computes the Gaussians."""
     key, values, grid = bytes(range(32)), torch.arange(-500, 501), Grid(1.0, 1001)
     host = SecretNoise(key).add([values], 1.5, grid)[0]
@@ -201,7 +201,7 @@ def settled(x, sample_mb, memory, y=None):
         return [part.is_cuda for part in parts]
 
 
-def test_samples_stay_on_the_gpu_while_there_is_room():
+def test_samples_stay_on_the_gpu_if_they_fit():
     x, y = torch.zeros(3 * 2**20, dtype=torch.uint8), torch.zeros(2 * 2**20, dtype=torch.uint8)
     assert settled(x, 4, 2**30) == [True]
     assert settled(x, 2, 2**30) == [False]
@@ -216,7 +216,7 @@ def test_samples_stay_on_the_gpu_while_there_is_room():
 
 
 @pytest.mark.parametrize("method", slow_but_for_some(method_names()))
-def test_without_room_for_samples_the_numbers_are_the_same(tmp_path, gpu, method):
+def test_metrics_do_not_depend_on_sample_placement(tmp_path, gpu, method):
     whole, none = (
         finished(on_gpu(method, sample_mb=mb), tmp_path / str(mb), gpu) for mb in (100, 0)
     )
@@ -236,7 +236,7 @@ def same_states(one, other):
     )
 
 
-def test_a_waiting_client_takes_none_of_the_gpu(tmp_path, gpu):
+def test_waiting_client_uses_no_gpu_memory(tmp_path, gpu):
     server = Server(on_gpu("felo", keep_optimizer=True, clients=2), tmp_path)
     for number in (1, 2):
         asked, _ = server.play(number)
@@ -250,7 +250,7 @@ def test_a_waiting_client_takes_none_of_the_gpu(tmp_path, gpu):
 
 
 @pytest.mark.slow  # alone: what other tests have left on the device decides how much is too little
-def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
+def test_client_out_of_memory_is_called_alone(tmp_path):
     """Clients of an earlier run, whose samples are still on the GPU, release memory for it."""
     told, config = Notices(), on_gpu("local", models="mlp", clients=2, batch_size=200)
     gc.collect()  # what earlier tests have left on a device is no part of what this one needs
@@ -269,7 +269,7 @@ def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
     assert same_states(tmp_path / "free", tmp_path / "run")
 
 
-def test_if_no_client_fits_alone_the_run_ends_in_one_line(tmp_path):
+def test_run_ends_if_no_client_fits_alone(tmp_path):
     config = on_gpu("local", models=["cnn2"], clients=2, batch_size=200)
     with (
         pretended(memory=300_000),
@@ -281,7 +281,7 @@ def test_if_no_client_fits_alone_the_run_ends_in_one_line(tmp_path):
     assert "a smaller 'training.batch-size'" in fault
 
 
-def test_a_workers_share_follows_from_the_models_size():
+def test_gpu_fraction_follows_from_the_model_size():
     gib = 2**30
     assert gpu_fraction(needed=10 * gib, total=80 * gib) == 0.14  # seven times 10 of 72
     assert gpu_fraction(needed=gib // 2, total=80 * gib) == 0.12  # eight at most
@@ -290,7 +290,7 @@ def test_a_workers_share_follows_from_the_models_size():
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet10"])
-def test_what_training_takes_is_estimated(gpu, name):
+def test_training_memory_is_estimated(gpu, name):
     """The estimate is slightly above the peak of real training."""
     shape, batch = (3, 32, 32), 32
     model = build(name, shape, 10, seed=0)
@@ -306,7 +306,7 @@ def test_what_training_takes_is_estimated(gpu, name):
 
 
 @pytest.mark.parametrize(("gib", "share"), [(16, 0.12), (1, 1.0)])
-def test_the_share_is_chosen_where_it_is_left_open(gib, share):
+def test_gpu_fraction_is_chosen_if_unset(gib, share):
     """CUDA itself uses half a GiB in each process."""
     config = on_gpu("fedtype")
     data = RunData.of(config.run)
@@ -332,7 +332,7 @@ DRIVERS = {
 
 
 @pytest.mark.parametrize("said", DRIVERS)
-def test_why_there_is_no_gpu(monkeypatch, said):
+def test_missing_gpu_has_a_reason(monkeypatch, said):
     def fail():
         raise RuntimeError(said)
 
@@ -346,14 +346,14 @@ def test_why_there_is_no_gpu(monkeypatch, said):
     assert "\n" not in line
 
 
-def test_a_pytorch_without_cuda_says_so(monkeypatch):
+def test_pytorch_without_cuda_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SettingsError, match="CUDA"):
         find_device("cuda:1")
 
 
-def test_algorithms_are_deterministic_unless_it_is_switched_off(gpu):
+def test_algorithms_are_deterministic_by_default(gpu):
     compute_for(ComputeSettings(device="cuda", deterministic=False))
     assert not torch.are_deterministic_algorithms_enabled()
     values = torch.rand(3, 5, device="cuda")
@@ -370,7 +370,7 @@ def test_algorithms_are_deterministic_unless_it_is_switched_off(gpu):
 
 
 @pytest.mark.parametrize("method", slow_but_for_some(method_names()))
-def test_every_method_gives_nearly_the_numbers_of_the_processor(tmp_path, gpu, method):
+def test_every_method_agrees_with_the_cpu(tmp_path, gpu, method):
     found = finished(on_gpu(method), tmp_path / "gpu", gpu)
     config = on_gpu(method)
     plain = run(
@@ -386,7 +386,7 @@ def test_every_method_gives_nearly_the_numbers_of_the_processor(tmp_path, gpu, m
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "signal", "table"])
 @pytest.mark.parametrize("method", ["felo", "fedtype"])
-def test_texts_signals_and_tables(tmp_path, gpu, method, kind):
+def test_texts_signals_and_tables_agree_with_the_cpu(tmp_path, gpu, method, kind):
     write_example(kind, tmp_path / "data")
     models = {"text": "text-cnn,text-gru", "signal": "signal-cnn2,signal-gru"}.get(kind, "mlp,mlp2")
     settings = {
@@ -420,19 +420,19 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", slow_but_for_some(WAYS))
-def test_ways_of_training_and_judging(tmp_path, gpu, way):
+def test_training_and_evaluation_variants_agree_with_the_cpu(tmp_path, gpu, way):
     method, changes = WAYS[way]
     finished(on_gpu(method, **changes), tmp_path / "run", gpu)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["felo", "fedtype", "fedgems", "um-pfssl"])
-def test_a_cut_run_is_resumed(tmp_path, gpu, method):
+def test_interrupted_run_is_resumed(tmp_path, gpu, method):
     changes = {"rounds": 3, "keep_optimizer": True}
     cut_and_resumed(on_gpu(method, **changes), tmp_path, 2, "after")
 
 
-def test_a_trained_model_predicts_and_is_exported(tmp_path, gpu):
+def test_trained_model_predicts_and_is_exported(tmp_path, gpu):
     finished(on_gpu("felo"), tmp_path / "run", gpu)
     result = fedhet.Result(load_run(tmp_path / "run"))
     x = np.zeros((5, 1, 8, 8), np.float32)

@@ -68,7 +68,7 @@ def replace_helper(k, lists, held, server, corr, R, drawn):
     every=st.integers(1, 4),
     levels=st.sampled_from([3, 1000]),  # few: many equal relations
 )
-def test_lists_are_those_of_the_algorithms(seed, clients, size, replace, every, levels):
+def test_lists_equal_the_algorithms(seed, clients, size, replace, every, levels):
     rng = np.random.default_rng(seed)
     rounds = 15
     matrix = rng.integers(0, levels, (clients, clients, rounds + 1)) / levels
@@ -140,7 +140,7 @@ def test_only_newer_versions_replace():
 
 
 @given(st.data(), NUMBERS)
-def test_lists_travel_as_arrays(data, numbers):
+def test_lists_are_sent_as_arrays(data, numbers):
     helpers = [Helper(n, n + 1, data.draw(RELATION)) for n in numbers]
     arrays = to_arrays(helpers)
     assert from_arrays(arrays) == helpers
@@ -148,7 +148,7 @@ def test_lists_travel_as_arrays(data, numbers):
     assert from_arrays(to_arrays([])) == []
 
 
-def test_the_papers_costs():
+def test_papers_costs():
     """Section VI-B: tau K n = 2000, F R = 60, n (M + tau nu) / nu = 120, by K |w|."""
     assert greedy_cost(100, 0.1, 200) == pytest.approx(100 * 2000)
     bound = bounded_cost(100, 0.1, 200, helpers=5, replace=2, search_rounds=30, refresh=10)

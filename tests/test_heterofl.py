@@ -38,7 +38,7 @@ def federation(**changes):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_narrow_model_is_the_leading_part_of_the_whole(name, width):
+def test_narrow_model_is_the_leading_part_of_the_full_model(name, width):
     """The full model with zeros elsewhere has the same logits, for all layers."""
     narrow = narrow_name(name, width)
     assert base_and_width(narrow) == (name, width)
@@ -64,7 +64,7 @@ def test_a_narrow_model_is_the_leading_part_of_the_whole(name, width):
         torch.testing.assert_close(part(x), whole(x), rtol=1e-4, atol=1e-5)
 
 
-def test_widths_are_shares_of_the_channels_rounded_up():
+def test_widths_are_fractions_of_channels_rounded_up():
     assert shapes("cnn2-x0.3", SHAPE, 7)["extractor.0.0.weight"][0] == (5, 3, 3, 3)
     stages = [shapes("resnet18-x0.25", SHAPE, 7)[f"extractor.layer{k}.0.conv1.weight"][0][0]
               for k in (1, 2, 3, 4)]  # fmt: skip
@@ -72,7 +72,7 @@ def test_widths_are_shares_of_the_channels_rounded_up():
     assert shapes("mlp2-x0.0625", SHAPE, 7)["classifier.weight"][0] == (7, 8)
 
 
-def test_not_every_name_is_a_width():
+def test_invalid_width_raises():
     assert is_registered("cnn2-x0.5")
     assert base_and_width("shufflenet-v2-x0.5")[1] == 0.5  # it is a model of its own
     for name in ("resnet9-x0.5", "cnn2-x0", "cnn2-x0.0", "cnn2-x1.5", "cnn2-x0.5-x0.5"):
@@ -105,7 +105,7 @@ def slowly(before, models):
 
 
 @pytest.mark.parametrize("with_labels", [True, False])
-def test_each_element_is_the_mean_of_those_who_hold_it(with_labels):
+def test_each_element_is_the_mean_over_clients_that_have_it(with_labels):
     rng = np.random.default_rng(3)
     sizes = {"extractor.w": (6, 5), "extractor.b": (6,), "classifier.weight": (4, 6)}
     before = {k: rng.normal(size=s).astype(np.float32) for k, s in sizes.items()}
@@ -148,7 +148,7 @@ def test_statistics_are_the_mean_over_batches():
 # Rounds
 
 
-def test_at_full_width_it_is_fedavg_bit_for_bit(tmp_path):
+def test_full_width_equals_fedavg(tmp_path):
     alike = {"heterofl.levels": "a", "heterofl.weighting": "samples", "heterofl.masked": False}
     found = []
     for method, own in (("fedavg", {}), ("heterofl", alike)):
@@ -161,7 +161,7 @@ def test_at_full_width_it_is_fedavg_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("weighting", ["clients", "samples"])
-def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, weighting):
+def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weighting):
     settings = {"heterofl.weighting": weighting, "engine.samples-cap": 10.0}
     config = federation(clients=4, **settings)
     server = Server(config, tmp_path)
@@ -185,7 +185,7 @@ def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, w
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_clients_round_is_descent_with_scaler_and_mask(tmp_path):
+def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
     """Level b divides features by 1/2: gradient descent on full batches in float64."""
     server = Server(federation(alpha=0.2, **PLAIN), tmp_path)
     asked = server.ask(1)
@@ -210,7 +210,7 @@ def test_a_clients_round_is_descent_with_scaler_and_mask(tmp_path):
     assert np.array_equal(reply["classifier.weight"][absent], start["classifier.weight"][absent])
 
 
-def test_statistics_of_batch_norms_are_the_clients_own_and_never_travel(tmp_path):
+def test_batch_norm_statistics_are_never_sent(tmp_path):
     server = Server(federation(models="cnn2", clients=2), tmp_path)
     asked = server.ask(1)
     answers = server.answers(asked)
@@ -229,7 +229,7 @@ def test_statistics_of_batch_norms_are_the_clients_own_and_never_travel(tmp_path
     assert all(np.array_equal(judged["global"].state_dict()[n], v) for n, v in sent.items())
 
 
-def test_replies_of_another_width_or_without_classes_are_refused(tmp_path):
+def test_replies_of_another_width_are_dropped(tmp_path):
     server = Server(federation(clients=4), tmp_path)
     answers = server.answers(server.ask(1))
     changes = [
@@ -250,7 +250,7 @@ def test_replies_of_another_width_or_without_classes_are_refused(tmp_path):
     assert "labels" in failed["client-3"]
 
 
-def test_a_client_with_a_model_that_is_no_part_is_not_asked(tmp_path):
+def test_client_with_another_architecture_is_not_sampled(tmp_path):
     server = Server(federation(**{"heterofl.levels": ["b", "c"]}), tmp_path)
     members = [m.info for m in server.strategy.members.values()]
     assert [m.model for m in members] == ["mlp-x0.5", "mlp-x0.25", "mlp-x0.5"]
@@ -265,7 +265,7 @@ def test_a_client_with_a_model_that_is_no_part_is_not_asked(tmp_path):
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_a_label_space_of_its_own(tmp_path, mask):
+def test_label_space_of_its_own(tmp_path, mask):
     changes = {"max-samples": 0, "heterofl.masked": mask}
     server = Server(federation(**changes, **SPACES), tmp_path)
     asked = server.ask(1)
@@ -276,7 +276,7 @@ def test_a_label_space_of_its_own(tmp_path, mask):
         assert ("labels" in reply_of(result).tensors) == mask
 
 
-def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     chosen = {"rounds": 4, "clients": 3, "fraction": 0.67, "alpha": 1.0, "local_epochs": 3}
     config = federation(**chosen, **{"heterofl.levels": ["a", "b"], "max-samples": 400})
     summary = cut_and_resumed(config, tmp_path)
@@ -287,7 +287,7 @@ def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
     }, "level a has the whole model"
 
 
-def test_the_settings_say_what_is_allowed(tmp_path):
+def test_invalid_settings_raise(tmp_path):
     with pytest.raises(SettingsError, match=r"'heterofl\.levels'"):
         federation(**{"heterofl.levels": ["a", "f"]})
     with pytest.raises(SettingsError, match=r"'models\.pool'.*'mlp', 'cnn2'"):

@@ -53,7 +53,7 @@ def link(name: str) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow  # it waits for connections that time out
-def test_a_client_whose_link_is_cut_in_mid_round_is_back_at_the_end(tmp_path):
+def test_client_reconnects_after_a_cut_link(tmp_path):
     out = tmp_path / "run"
     with (
         hosts(),

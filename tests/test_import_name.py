@@ -52,7 +52,7 @@ def test_all_methods_are_listed(tmp_path, words, own, before):
 
 
 @pytest.mark.parametrize("how", [pytest.param("command", marks=pytest.mark.slow), "script"])
-def test_a_run_among_folders_of_ones_own(tmp_path, how):
+def test_run_ignores_directories_named_like_packages(tmp_path, how):
     """A script imports its own `clients` as well as fedhet."""
     write(tmp_path, {**PACKAGES, "clients.py": OWN, "train.py": SCRIPT})
     few = [f"--set={pair}" for pair in ("max-samples=60", "min-samples=4", "local-epochs=1")]

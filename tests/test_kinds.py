@@ -102,7 +102,7 @@ def close(left, right):
 
 
 @pytest.mark.parametrize("name", [name for name in [*TEXTS, *SIGNALS] if MODELS[name].narrows])
-def test_a_narrow_model_is_the_leading_part_of_the_whole_one(name):
+def test_narrow_model_is_the_leading_part_of_the_whole_one(name):
     """If all other values are zero, both have the same logits (HeteroFL averages such parts)."""
     shape = SHAPE if name in TEXTS else (2, 32)
     whole, part = (models.build(n, shape, 3, seed=0).eval() for n in (name, f"{name}-x0.5"))
@@ -127,7 +127,7 @@ def test_models_of_signals_take_any_channels_and_time(name, shape):
     assert (features.shape, logits.shape) == ((5, 10), (5, 4))
 
 
-def test_what_a_model_does_not_take_it_says():
+def test_unsupported_samples_raise():
     for name, kind, shape, fault in (
         ("text-cnn", "image", (3, 8, 8), "expected texts"),
         ("signal-gru", "table", (5,), "expected signals"),
@@ -149,7 +149,7 @@ def test_ft_transformer_column_by_column():
     close(made.classifier(states[0]), made(row[None])[0])
 
 
-def test_a_text_is_described_and_read_back():
+def test_description_of_texts_round_trips():
     info = ClientInfo("a", "text-bag", 5, 2, "text", SHAPE)
     assert read_properties(info.properties(), "node") == info
     for odd in ("0,24", "0,0,50", "0,24,0", "0,24,70000", "0,1,1,1", "3,0,8"):
@@ -160,7 +160,7 @@ def test_a_text_is_described_and_read_back():
             read_properties({**info.properties(), "kind": kind}, "node")
 
 
-def test_a_kind_is_stated_whatever_the_shape():
+def test_kind_is_sent_for_every_shape():
     """Signals and table rows may have any shape of their rank, so the shape states no kind."""
     signal = ClientInfo("a", "signal-cnn2", 5, 2, "signal", (6, 3))
     assert read_properties(signal.properties(), "node").kind == "signal"
@@ -222,7 +222,7 @@ def test_every_method_runs(name, kind, tmp_path):
     assert all(0 <= accuracy <= 1 for accuracy in found.values())
 
 
-def test_fixmatch_learns_from_texts_and_refuses_signals(tmp_path):
+def test_fixmatch_supports_texts_and_not_signals(tmp_path):
     make("text", tmp_path)
     semi = {"method": "fedavg", "training.semi": "fixmatch"}
     config = resolve({**settings("text", tmp_path), **semi, "training.semi-threshold": 0.2})

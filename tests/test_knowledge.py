@@ -120,7 +120,7 @@ def test_round_trip_through_flower(sent_tensors, sent_scalars):
             assert came == value
 
 
-def test_round_trip_whatever_the_order_in_memory():
+def test_round_trip_in_any_memory_order():
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     views = {
         "fortran": np.asfortranarray(base),
@@ -144,7 +144,7 @@ def test_round_trip_of_the_envelope(run, method, round, sender):
     assert receive(send(Knowledge(), sent))[0] == sent
 
 
-def test_group_takes_back_what_grouped_gave():
+def test_group_inverts_grouped():
     weights = {"conv.weight": np.ones(2), "a/b": np.ones(1)}
     others = {"weightsx/y": np.ones(1), "weights": np.ones(1)}
     knowledge = Knowledge(grouped("weights", weights) | others)
@@ -152,7 +152,7 @@ def test_group_takes_back_what_grouped_gave():
     assert set(knowledge.tensors) == {"weights/conv.weight", "weights/a/b", *others}
 
 
-def test_the_manifest_is_the_documented_message():
+def test_manifest_is_the_documented_message():
     head, tensor = encode(ENVELOPE, Knowledge({"t": np.zeros((2, 3), np.int8)}, {"x": 1.5}))
     assert (head.dtype, head.ndim) == (np.uint8, 1)
     read = wire.Manifest.FromString(head.tobytes())
@@ -169,19 +169,19 @@ TOO_MUCH = [2**63, -(2**63) - 1, 10**30, None, b"bytes", "\ud800", [1], np.int64
 
 
 @pytest.mark.parametrize("value", TOO_MUCH, ids=[repr(v)[:30] for v in TOO_MUCH])
-def test_a_scalar_that_cannot_travel_is_named(value):
+def test_unsupported_scalar_raises(value):
     refusal(lambda: encode(ENVELOPE, Knowledge({}, {"much": value})), "much")
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "U4", "S3", "M8[s]", "m8[ns]", "O", "f4,i2"])
-def test_a_dtype_that_cannot_travel_is_named(dtype):
+def test_unsupported_dtype_raises(dtype):
     refusal(lambda: encode(ENVELOPE, Knowledge({"odd": np.zeros(2, dtype)})), "odd")
 
 
 @pytest.mark.parametrize(
     "tensor", [np.zeros((1,) * 9), np.ones(2, ">f4")], ids=["rank 9", "foreign byte order"]
 )
-def test_what_encode_takes_the_other_side_reads(tensor):
+def test_encoded_message_decodes(tensor):
     """The reader rejects these values unchanged, so the sender rejects or converts them."""
     try:
         payload = send(Knowledge({"t": tensor}))
@@ -208,7 +208,7 @@ SAMPLE = Knowledge(
 )
 
 
-def test_cut_at_every_position():
+def test_message_truncated_at_every_position_raises():
     whole = send(SAMPLE)
     for position, data in enumerate(whole):
         for end in range(len(data)):
@@ -216,14 +216,14 @@ def test_cut_at_every_position():
             refusal(lambda cut=cut: receive(cut), f"array {position}")
 
 
-def test_bytes_too_many():
+def test_additional_bytes_raise():
     whole = send(SAMPLE)
     for position, data in enumerate(whole):
         longer = [*whole[:position], data + b"\0", *whole[position + 1 :]]
         refusal(lambda longer=longer: receive(longer), f"array {position}")
 
 
-def test_arrays_lost_or_added():
+def test_missing_or_additional_arrays_raise():
     whole = send(SAMPLE)
     for count in range(1, len(whole)):
         assert "tensors" in refusal(lambda count=count: receive(whole[:count]), "manifest")
@@ -246,7 +246,7 @@ def whole_or_refused(payload):
 
 @settings(max_examples=1500, derandomize=True)
 @given(st.data())
-def test_bytes_flipped(data):
+def test_flipped_bytes_raise_or_decode(data):
     payload = [bytearray(part) for part in send(SAMPLE)]
     for _ in range(data.draw(st.integers(1, 3))):
         part = data.draw(st.sampled_from(payload))
@@ -255,7 +255,7 @@ def test_bytes_flipped(data):
     whole_or_refused([bytes(part) for part in payload])
 
 
-def test_every_byte_of_a_header_turned_into_each_sign_of_its_grammar():
+def test_header_mutations_raise_or_decode():
     head, *rest = send(Knowledge({"t": np.ones((2, 3), np.float32)}))
     (tensor,) = rest
     start, end = 10, tensor.index(b"\n")
@@ -267,7 +267,7 @@ def test_every_byte_of_a_header_turned_into_each_sign_of_its_grammar():
 
 @settings(max_examples=300, derandomize=True)
 @given(st.integers(0, 200), st.binary(max_size=40))
-def test_a_manifest_overwritten_inside_a_sound_array(position, noise):
+def test_overwritten_manifest_raises(position, noise):
     head, *rest = encode(ENVELOPE, SAMPLE)
     message = bytearray(head.tobytes())
     message[position : position + len(noise)] = noise
@@ -275,7 +275,7 @@ def test_a_manifest_overwritten_inside_a_sound_array(position, noise):
     whole_or_refused(ndarrays_to_parameters(changed).tensors)
 
 
-def test_a_manifest_cut_at_every_position_inside_a_sound_array():
+def test_truncated_manifest_raises():
     head, *rest = encode(ENVELOPE, SAMPLE)
     for end in range(head.size):
         whole_or_refused(ndarrays_to_parameters([head[:end], *rest]).tensors)
@@ -283,7 +283,7 @@ def test_a_manifest_cut_at_every_position_inside_a_sound_array():
 
 @settings(max_examples=300, derandomize=True)
 @given(st.binary(max_size=300))
-def test_noise_is_refused(noise):
+def test_random_bytes_raise(noise):
     refusal(lambda: receive([noise]), "array 0")
 
 
@@ -293,7 +293,7 @@ SIGNS += ("'descr'", "'shape'", "'fortran_order'", "'f4'", "'<f4'", "'", "'''", 
 
 @settings(max_examples=300, derandomize=True)
 @given(st.lists(st.sampled_from(SIGNS), max_size=25).map(" ".join))
-def test_noise_in_the_grammar_of_headers_is_refused(header):
+def test_random_headers_raise(header):
     refusal(lambda: receive([npy(header)]), "array 0")
 
 
@@ -358,7 +358,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_bad_array_is_refused_without_memory_for_its_claims(case):
+def test_invalid_array_raises_without_allocating_its_claimed_size(case):
     tracemalloc.start()
     try:
         refusal(lambda: receive([HEADERS[case]]), "array 0")
@@ -378,7 +378,7 @@ LONG = {
 
 @pytest.mark.parametrize("case", LONG)
 @pytest.mark.parametrize("claim", [b"\xff\xff", b"\x00\x04", b"\x00\x00"])
-def test_a_header_is_bounded_before_it_is_read(case, claim):
+def test_header_size_is_limited(case, claim):
     """Matching a header takes hundreds of times its size in memory."""
     start = b"\x93NUMPY\x01\x00" + claim + b"{'descr': '<f4', 'fortran_order': False, 'shape': "
     payload = [start + LONG[case]]
@@ -391,7 +391,7 @@ def test_a_header_is_bounded_before_it_is_read(case, claim):
     assert peak < 2**18
 
 
-def test_a_manifest_may_grow_with_its_tensors_alone():
+def test_manifest_size_is_limited_by_its_tensors():
     """A field of two bytes becomes an object of seventy bytes."""
     head = np.frombuffer(manifest().SerializeToString() + b"\x32\x00" * 50_000, np.uint8)
     assert "bytes" in refusal(lambda: decoded(head), "manifest")
@@ -401,7 +401,7 @@ def test_a_manifest_may_grow_with_its_tensors_alone():
 
 
 @pytest.mark.parametrize("case", ["no bytes", "2**50 elements", "dtype: structure"])
-def test_a_bad_array_is_named_by_its_position(case):
+def test_invalid_array_raises_with_its_position(case):
     head = part_arrays(manifest())[0]
     refusal(lambda: receive([saved(head), HEADERS[case]]), "array 1")
 
@@ -416,7 +416,7 @@ class Bomb:
         return (os.mkdir, (self.path,))
 
 
-def test_nothing_is_unpickled(tmp_path):
+def test_pickles_are_not_loaded(tmp_path):
     trap = str(tmp_path / "exploded")
     packed = saved(np.array([Bomb(trap)], dtype=object), allow_pickle=True)
     refusal(lambda: receive([packed]), "array 0")
@@ -426,12 +426,12 @@ def test_nothing_is_unpickled(tmp_path):
     assert os.path.exists(trap), "the bomb works"
 
 
-def test_foreign_byte_order_is_refused_by_name():
+def test_foreign_byte_order_raises():
     swapped = np.arange(3, dtype=">i8")
     assert ">i8" in refusal(lambda: receive([saved(swapped)]), "array 0")
 
 
-def test_a_truth_is_zero_or_one():
+def test_boolean_bytes_are_zero_or_one():
     """numpy and torch expect 0 or 1; other bytes corrupt sums and comparisons."""
     payload = send(Knowledge({"t": np.array([False, True, True])}))
     payload[1] = payload[1][:-2] + b"\x02\xff"
@@ -440,7 +440,7 @@ def test_a_truth_is_zero_or_one():
         assert set(knowledge.tensors["t"].view(np.uint8).tolist()) <= {0, 1}
 
 
-def test_a_payload_above_the_limit():
+def test_oversized_payload_raises():
     payload = send(Knowledge({"t": np.zeros(1000)}))
     size = sum(map(len, payload))
     assert payload_bytes(Parameters(payload, "numpy.ndarray")) == size
@@ -469,26 +469,26 @@ def decoded(*arrays):
     ],
     ids=["int8", "rank 2", "rank 0", "float32"],
 )
-def test_a_manifest_is_a_row_of_bytes(head):
+def test_manifest_must_be_a_byte_vector(head):
     refusal(lambda: decoded(head), "manifest")
 
 
 @pytest.mark.parametrize("noise", [b"\xff\xff\xff", b"\x12\x05ab", b"\x12\x02\xff\xfe"])
-def test_a_manifest_that_is_no_protobuf(noise):
+def test_manifest_without_protobuf_raises(noise):
     refusal(lambda: decoded(np.frombuffer(noise, np.uint8)), "manifest")
 
 
-def test_an_empty_manifest_is_of_no_version():
+def test_empty_manifest_raises():
     refusal(lambda: decoded(np.zeros(0, np.uint8)), "schema_version")
 
 
 @pytest.mark.parametrize("version", [0, 3, 2**32 - 1])
-def test_another_schema_version(version):
+def test_other_schema_version_raises(version):
     head = part_arrays(manifest(schema_version=version))
     assert str(version) in refusal(lambda: decoded(*head), "schema_version")
 
 
-def test_a_manifest_too_large():
+def test_oversized_manifest_raises():
     start = manifest(run="r" * 1000).ByteSize() - 1000
     for spare in (-1, 0, 1):
         # The length of `run` takes three bytes rather than two.
@@ -504,7 +504,7 @@ def spec(name, dtype, *shape):
     return wire.TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
-def test_a_name_twice():
+def test_duplicate_name_raises():
     head = part_arrays(manifest(tensors=[spec("t", "int64", 1), spec("t", "int64", 1)]))
     refusal(lambda: decoded(*head, np.zeros(1, np.int64), np.zeros(1, np.int64)), "t")
 
@@ -518,24 +518,24 @@ def test_a_name_twice():
     ],
     ids=lambda s: f"{s.dtype}{list(s.shape)}",
 )  # fmt: skip
-def test_a_tensor_that_is_not_as_listed(listed):
+def test_tensor_unlike_its_manifest_raises(listed):
     head = part_arrays(manifest(tensors=[listed]))
     fault = refusal(lambda: decoded(*head, np.zeros((2, 3), np.float32)), "t")
     assert "float32 [2, 3]" in fault
 
 
-def test_a_dtype_that_both_sides_name_but_the_contract_does_not():
+def test_undeclared_dtype_raises():
     head = part_arrays(manifest(tensors=[spec("t", "complex64", 1)]))
     refusal(lambda: decoded(*head, np.zeros(1, np.complex64)), "t")
 
 
-def test_a_scalar_without_value():
+def test_scalar_without_value_raises():
     head = part_arrays(manifest(scalars={"x": wire.Scalar()}))
     refusal(lambda: decoded(*head), "x")
 
 
 @pytest.mark.parametrize("name", ["n" * 100_000, "two\nlines", "\x1b[31mred", "a\r\u2028b"])
-def test_a_name_from_outside_does_not_spoil_the_message(name):
+def test_foreign_name_is_printable_in_the_error(name):
     """Messages appear in logs and terminals, so a peer's names must make one short line."""
     head = part_arrays(manifest(tensors=[spec(name, "int8", 1)]))
     with pytest.raises(KnowledgeError) as caught:
@@ -555,7 +555,7 @@ def expected(**changes):
     expect(envelope, run="run-1", method="felo", round=3, sender=SENDER)
 
 
-def test_the_expected_message_passes():
+def test_expected_message_is_accepted():
     expected()
 
 
@@ -566,7 +566,7 @@ def test_the_expected_message_passes():
         ("round", 0), ("sender", "client-8"), ("sender", ""),
     ],
 )  # fmt: skip
-def test_another_message_is_refused_by_field(field, value):
+def test_unexpected_envelope_raises_with_the_field(field, value):
     assert repr(value) in refusal(lambda: expected(**{field: value}), field)
 
 
@@ -575,7 +575,7 @@ BAD_NAMES += ["a b", "a\n", "\n", "a\0", "ü", "٣", "-x", "_x", "~", "$HOME", "
 
 
 @pytest.mark.parametrize("run", BAD_NAMES, ids=repr)
-def test_a_run_that_cannot_name_a_folder(run):
+def test_invalid_run_name_raises(run):
     assert not is_name(run)
     envelope = Envelope(run, "felo", 3, "server")
     with pytest.raises(KnowledgeError) as caught:
@@ -588,7 +588,7 @@ def test_a_run_that_cannot_name_a_folder(run):
 
 
 @pytest.mark.parametrize("run", ["a", "0", "felo-digits-2026", "a..b", "A_b.c-d", "x" * 100])
-def test_a_run_that_can(run):
+def test_valid_run_name_is_accepted(run):
     assert is_name(run)
     expect(Envelope(run, "felo", 1, "server"), run=None, method="felo", round=None, sender="server")
 
@@ -602,7 +602,7 @@ def test_any_round_means_any_from_1(round):
 
 @settings(max_examples=200, derandomize=True)
 @given(st.text(max_size=20))
-def test_a_name_is_one_part_of_a_path(text):
+def test_name_is_one_path_component(text):
     if is_name(text):
         assert os.path.normpath(os.path.join("/root", text)) == f"/root/{text}"
         assert os.path.basename(text) == text

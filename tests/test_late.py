@@ -78,7 +78,7 @@ def by_hand(config, directory, enough, *, asynchronous):
 
 
 @pytest.mark.parametrize(("mode", "enough"), [("synchronous", 3), ("asynchronous", 2)])
-def test_rounds_close_as_an_event_by_event_simulation_says(tmp_path, devices, mode, enough):
+def test_rounds_close_like_an_event_simulation(tmp_path, devices, mode, enough):
     config = small(
         "fedavg",
         clock=devices,
@@ -108,11 +108,11 @@ def late_run(method, devices, **changes):
 
 
 @pytest.mark.parametrize("method", ["felo", "fedhe", "fedtype", "heterofl", "fedmd", "um-pfssl"])
-def test_a_run_with_late_clients_resumes_as_if_it_had_not_been_cut(tmp_path, devices, method):
+def test_run_with_late_clients_resumes_identically(tmp_path, devices, method):
     resumes_as_if_it_had_not_been_cut(late_run(method, devices), tmp_path)
 
 
-def test_who_is_preferred_hangs_on_the_simulated_clock_after_resuming_too(tmp_path, devices):
+def test_preference_follows_the_simulated_clock_after_resuming(tmp_path, devices):
     choice = {"pace.select": "oort", "fraction": 0.75}
     config = small("fedavg", clock=devices, min_replies=2.0, rounds=8, models=["mlp"], **choice)
     resumes_as_if_it_had_not_been_cut(config, tmp_path)
@@ -140,14 +140,14 @@ def resumes_as_if_it_had_not_been_cut(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_ray_gives_the_numbers_of_inline(tmp_path, devices):
+def test_ray_gives_the_metrics_of_inline(tmp_path, devices):
     config = late_run("fedavg", devices, models=["mlp"])
     other = late_run("fedavg", devices, models=["mlp"], backend="ray")
     one, two = run(config, tmp_path / "inline"), run(other, tmp_path / "ray")
     assert without_times(one) == without_times(two)
 
 
-def test_an_answer_that_belongs_to_its_round_is_refused_without_a_mark(tmp_path, devices):
+def test_late_reply_of_a_synchronous_method_is_dropped(tmp_path, devices):
     config = late_run("fedmd", devices, max_silences=1, max_refusals=1)
     run(config, tmp_path / "run")
     found = records(tmp_path / "run")
@@ -159,7 +159,7 @@ def test_an_answer_that_belongs_to_its_round_is_refused_without_a_mark(tmp_path,
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_an_answer_that_is_too_old_is_not_used(tmp_path, devices, most):
+def test_outdated_reply_is_not_used(tmp_path, devices, most):
     ages: dict[int, set[int]] = {}
     (tmp_path / "devices.csv").write_text(DEVICES.replace(",8,20", ",20,20"))
     for limit in (most, 100):
@@ -172,7 +172,7 @@ def test_an_answer_that_is_too_old_is_not_used(tmp_path, devices, most):
     assert ages[most] == {age for age in ages[100] if age <= most}
 
 
-def test_every_method_says_what_a_late_answer_is_worth():
+def test_every_method_declares_its_use_of_late_replies():
     """Replies about the public samples of one round are useless in later rounds."""
     specs = {name: find_method(name).spec for name in shipped_names()}
     assert {spec.late for spec in specs.values()} == {"averaged", "kept", "refused"}
@@ -182,7 +182,7 @@ def test_every_method_says_what_a_late_answer_is_worth():
             assert spec.late == "refused", name
 
 
-def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, devices):
+def test_late_change_is_added_to_current_weights_with_less_weight(tmp_path, devices):
     """Compare with numpy: a fresh reply is a model, and a late reply changes an older model."""
     config = late_run("fedavg", devices, models=["mlp"])
     server = Server(config, tmp_path / "run")
@@ -230,7 +230,7 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int8"])
-def test_a_late_reply_counts_with_the_bytes_that_were_sent(tmp_path, devices, encoding):
+def test_late_reply_counts_with_the_bytes_that_were_sent(tmp_path, devices, encoding):
     """All clients send one model, so sizes differ only by the length of numbers in the header."""
     config = late_run("fedavg", devices, models=["mlp"], **{"wire.encoding": encoding})
     run(config, tmp_path / "run")
@@ -241,7 +241,7 @@ def test_a_late_reply_counts_with_the_bytes_that_were_sent(tmp_path, devices, en
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo", "fedkd", "heterofl"])
-def test_an_asynchronous_round_takes_the_step_of_fedbuff(tmp_path, method):
+def test_asynchronous_round_equals_a_fedbuff_step(tmp_path, method):
     """Each element moves by eta sum_k n_k s(tau_k) Delta_k / sum_k n_k, over the clients k that
     train the element: the clients of an architecture (felo), or of a width (heterofl, n_k = 1)."""
     changes = {"pace.mode": "asynchronous", "pace.server-lr": 0.5, "min_replies": 2.0}
@@ -363,9 +363,7 @@ class Unlocked:
         return None
 
 
-def test_a_client_that_hangs_is_late_and_its_answer_is_used_when_it_comes(
-    tmp_path, held, monkeypatch
-):
+def test_hanging_client_replies_late_and_is_used(tmp_path, held, monkeypatch):
     monkeypatch.setattr("fedhet.engines.simulate.InlineProxy._one_at_a_time", Unlocked())
     config = small("fedavg", clients=3, rounds=4, models=["mlp"], min_replies=2.0, max_silences=1)
     server = Server(config, tmp_path / "run")
@@ -397,7 +395,7 @@ def until(what, seconds=120):
         time.sleep(0.02)
 
 
-def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkeypatch):
+def test_pending_clients_are_canceled(tmp_path, monkeypatch):
     """In one process, clients train in turn; after enough replies, the others need not train."""
     train = FedAvgClient.train
 
@@ -418,7 +416,7 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
         assert not each["failed"]
 
 
-def test_what_was_not_sent_is_not_kept(tmp_path):
+def test_canceled_instructions_are_not_kept(tmp_path):
     config = small("fedavg", clients=4, models=["mlp"], min_replies=2.0)
     server = Server(config, tmp_path / "run")
     calls = server.flower.state.calls
@@ -428,7 +426,7 @@ def test_what_was_not_sent_is_not_kept(tmp_path):
     assert there == ["client-0", "client-2"]
 
 
-def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
+def test_canceled_evaluations_are_not_counted(tmp_path):
     server = Server(small("fedavg", clients=4, models=["mlp"]), tmp_path / "run")
     exchange = server.flower._codec
     server.ask(1)
@@ -441,7 +439,7 @@ def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
     assert record.bytes_down == down
 
 
-def test_a_round_without_an_answer_says_nothing_of_the_usual_one(tmp_path, devices):
+def test_round_without_replies_does_not_change_the_usual_duration(tmp_path, devices):
     """Otherwise, the timeout, three times the usual duration, would become zero."""
     pace = {"pace.timeout": "3x", "pace.drop-outs": 0.5}
     config = small("fedavg", clock=devices, rounds=4, models=["mlp"], fraction=0.25, seed=3, **pace)
@@ -453,7 +451,7 @@ def test_a_round_without_an_answer_says_nothing_of_the_usual_one(tmp_path, devic
     assert others[-1]["clock"] > 0
 
 
-def test_a_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path, devices):
+def test_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path, devices):
     config = late_run("felo", devices)
     with pytest.raises(CutError):
         run(config, tmp_path / "run", [CutOff(3, "after")])
@@ -476,7 +474,7 @@ def test_a_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path,
     assert restored(tmp_path / "run", run_name) == set()
 
 
-def test_a_late_reply_that_is_too_large_is_not_written_to_disk(tmp_path):
+def test_oversized_late_reply_is_not_written_to_disk(tmp_path):
     """A malicious client could otherwise fill the disk by replying after the round."""
     config = small("fedavg", models=["mlp"], min_replies=2.0, max_payload_mb=0.1)
     server = Server(config, tmp_path / "run")
@@ -496,7 +494,7 @@ def test_a_late_reply_that_is_too_large_is_not_written_to_disk(tmp_path):
             flower._codec.decode(info, replace(result, parameters=stored))
 
 
-def test_pages_show_the_accuracy_by_simulated_hours(tmp_path, devices):
+def test_report_shows_accuracy_by_simulated_hours(tmp_path, devices):
     run(late_run("fedavg", devices, models=["mlp"]), tmp_path / "run", report=True)
     assert (tmp_path / "run" / "figures" / "clock.svg").exists()
     assert "simulated hours" in (tmp_path / "run" / "report.html").read_text()

@@ -51,7 +51,7 @@ class Assassin(Watcher):
         self.said.append(text)
 
 
-def test_a_worker_that_is_killed_costs_no_client_and_no_number(tmp_path):
+def test_killed_worker_does_not_change_metrics(tmp_path):
     assassin = Assassin()
     on_ray = run(small(backend="ray", clients=6, rounds=3), tmp_path / "ray", [assassin])
     assert assassin.killed
@@ -108,7 +108,7 @@ def holds(path: Path, text: str) -> bool:
     return text.encode() in path.read_bytes()
 
 
-def test_nobody_else_reaches_the_ray_of_a_run(tmp_path, monkeypatch):
+def test_other_users_cannot_reach_the_cluster(tmp_path, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     bystander = Bystander()
     run(small("fedavg", backend="ray", clients=2, rounds=1), tmp_path / "run", [bystander])
@@ -122,7 +122,7 @@ def test_nobody_else_reaches_the_ray_of_a_run(tmp_path, monkeypatch):
     assert found["allocator"] == KEEPING_PAGES
 
 
-def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):
+def test_early_errors_stop_a_starting_ray(tmp_path):
     import ray
 
     with pytest.raises(DataError, match="nowhere"):
@@ -135,7 +135,7 @@ def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_ray_that_does_not_start_costs_one_line(tmp_path, monkeypatch):
+def test_failed_start_of_ray_raises_one_line(tmp_path, monkeypatch):
     def fails(**_):
         raise RuntimeError("no room\nin /dev/shm")
 
@@ -148,7 +148,7 @@ def test_ray_that_does_not_start_costs_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_each_cluster_has_a_token_of_its_own(monkeypatch):
+def test_each_cluster_has_its_own_token(monkeypatch):
     tokens = []
     monkeypatch.setattr("ray.init", lambda **_: tokens.append(os.environ["RAY_AUTH_TOKEN"]))
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_each_cluster_has_a_token_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("before", [None, "/of/the/user"])
-def test_what_ray_is_started_with_is_taken_back(monkeypatch, tmp_path, before):
+def test_environment_of_ray_is_restored(monkeypatch, tmp_path, before):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if before is not None:
         monkeypatch.setenv("PYTHONPATH", before)
@@ -176,7 +176,7 @@ def test_what_ray_is_started_with_is_taken_back(monkeypatch, tmp_path, before):
     assert os.environ.get("PYTHONPATH") == before
 
 
-def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
+def test_existing_ray_is_unchanged(monkeypatch, tmp_path):
     ended = []
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
@@ -185,7 +185,7 @@ def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
     assert not ended
 
 
-def test_a_ray_that_was_begun_is_waited_for_or_ended(monkeypatch):
+def test_starting_ray_is_awaited_or_stopped(monkeypatch):
     done = []
     monkeypatch.setattr("ray.init", lambda **_: done.append("started"))
     monkeypatch.setattr("ray.shutdown", lambda: done.append("ended"))
@@ -205,7 +205,7 @@ def test_a_ray_that_was_begun_is_waited_for_or_ended(monkeypatch):
     assert done[3:] == ["started"]
 
 
-def test_an_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
+def test_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
     slow = "import ray, sys, time; ray.init = lambda **_: time.sleep(300); "
     words = ["fedhet", "run", "local", "--dataset", f"imagefolder:{tmp_path}/nowhere"]
     command = f"{slow}from fedhet.cli import main; sys.argv = {words!r}; main()"
@@ -216,7 +216,7 @@ def test_an_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
     assert "nowhere" in done.stderr
 
 
-def test_an_error_does_not_wait_for_workers_that_are_starting(tmp_path):
+def test_error_does_not_wait_for_workers_that_are_starting(tmp_path):
     slow = (
         "import ray, sys, time; ray.init = lambda **_: None; "
         "from fedhet.engines import cluster; "
@@ -231,7 +231,7 @@ def test_an_error_does_not_wait_for_workers_that_are_starting(tmp_path):
     assert "cnn2" in done.stderr
 
 
-def test_absent_data_is_said_before_any_worker_starts(tmp_path, monkeypatch, call):
+def test_missing_data_raises_before_workers_start(tmp_path, monkeypatch, call):
     started = []
     monkeypatch.setattr(connection, "_start", lambda: None)
     monkeypatch.setattr("fedhet.engines.simulate.cluster_for", lambda *_: started.append("one"))
@@ -241,7 +241,7 @@ def test_absent_data_is_said_before_any_worker_starts(tmp_path, monkeypatch, cal
     assert "not found" in fault
 
 
-def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatch):
+def test_waiting_for_a_failed_ray_raises(monkeypatch):
     def fails(**_):
         raise RuntimeError("no room")
 
@@ -261,7 +261,7 @@ def test_a_ray_that_was_begun_and_does_not_start_is_said_by_who_waits(monkeypatc
         (("--backend", "ray", "--set", "engine.ray-address=auto"), 0),
     ],
 )
-def test_which_runs_begin_a_ray_at_once(monkeypatch, tmp_path, words, begins):
+def test_runs_that_start_ray_early(monkeypatch, tmp_path, words, begins):
     seen = []
     monkeypatch.setattr(connection, "_start", lambda: seen.append("begun"))
     monkeypatch.setattr(connection, "leave", lambda: seen.append("ended"))

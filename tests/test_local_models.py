@@ -78,14 +78,14 @@ def some_proxies(name="cnn2", strength=15.0):
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_upload_is_the_state_as_it_came(name):
+def test_upload_is_the_received_state(name):
     for proxy in some_proxies(name):
         assert same(proxy.upload(), state_of(proxy.model))
         found = {k: tuple(v.shape) for k, v in proxy.upload().items()}
         assert found == {k: tuple(s[0]) for k, s in models.shapes(name, (1, 8, 8), 10).items()}
 
 
-def test_a_plain_proxy_is_trained_and_sent_as_it_is():
+def test_plain_proxy_is_trained_and_sent_unchanged():
     model = net("cnn2")
     proxy = LocalModel(model, state_of(model))
     assert proxy.regularizer() == 0.0
@@ -97,7 +97,7 @@ def test_a_plain_proxy_is_trained_and_sent_as_it_is():
     assert torch.equal(proxy.logits(X), model(X))
 
 
-def test_the_anchor_never_moves():
+def test_anchor_never_moves():
     for proxy in some_proxies("mlp"):
         before = {name: tensor.clone() for name, tensor in proxy.anchor.items()}
         optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
@@ -114,7 +114,7 @@ def test_the_anchor_never_moves():
 # FedProx
 
 
-def test_proximal_regularizer_is_zero_at_the_server_and_blind_to_statistics():
+def test_proximal_term_is_zero_at_the_server_and_ignores_statistics():
     model = net("cnn2")
     proxy = ProximalModel(model, state_of(model), 1.0)
     model.train()
@@ -127,7 +127,7 @@ def test_proximal_regularizer_is_zero_at_the_server_and_blind_to_statistics():
 # pFedMe
 
 
-def test_the_local_copy_does_not_overshoot_the_proxy():
+def test_local_copy_does_not_overshoot_the_proxy():
     model = net("mlp")
     proxy = MoreauModel(model, state_of(model), 100.0, 1.0)
     moved(model)
@@ -157,7 +157,7 @@ def test_moreau_upload_has_the_copy_and_the_running_statistics():
 
 @settings(max_examples=80)
 @given(st.integers(0, 10_000), st.integers(1, 40), st.floats(-4, 1), st.floats(-4, 1))
-def test_gaussian_kl_is_that_of_torch(seed, size, magnitude, other_magnitude):
+def test_gaussian_kl_equals_torch(seed, size, magnitude, other_magnitude):
     generator = torch.Generator().manual_seed(seed)
 
     def some(power):
@@ -175,7 +175,7 @@ def test_gaussian_kl_is_that_of_torch(seed, size, magnitude, other_magnitude):
 
 
 @pytest.mark.parametrize("zeta", [1e-4, 1.0])
-def test_divergence_and_its_gradients_are_those_of_torch(zeta):
+def test_divergence_and_gradients_equal_torch(zeta):
     model = net("cnn2")
     anchor, scale = state_of(model), scales_of(model, 0.05)
     proxy = variational(moved(model), anchor=anchor, scale=scale, zeta=zeta)
@@ -224,7 +224,7 @@ def linear(classes=3, inputs=4, seed=0):
     return nn.Linear(inputs, classes, bias=False)
 
 
-def test_gradients_of_one_draw_are_those_of_the_reparametrisation():
+def test_gradients_of_one_draw_equal_the_reparametrization():
     model = linear()
     proxy = variational(model, scale={"weight": torch.rand(3, 4) + 0.1})
     raw, scale = proxy.raw["weight"], proxy.scale()["weight"]
@@ -251,7 +251,7 @@ def test_draws_are_gaussian_around_the_mean():
     assert after.abs() < 5 / math.sqrt(12 * count)  # and so is each call
 
 
-def test_a_call_is_one_draw_for_the_whole_batch():
+def test_one_draw_serves_the_full_batch():
     model = linear()
     proxy = variational(model, scale={"weight": torch.ones(3, 4)})
     before = state_of(model)
@@ -284,7 +284,7 @@ def test_softplus_undoes_its_inverse(value):
     )
 
 
-def test_no_scale_falls_below_the_least():
+def test_scales_have_a_lower_bound():
     model = linear()
     proxy = variational(model)
     for raw in (-1e4, -100.0, -14.0, -13.0, 0.0, 50.0):
@@ -311,7 +311,7 @@ def test_upload_and_scale_are_means_and_deviations():
         assert not torch.equal(proxy.scale()[name], torch.full_like(raw, 0.2))
 
 
-def test_running_statistics_move_once_a_call():
+def test_running_statistics_are_updated_once_per_call():
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     plain = copy.deepcopy(model)

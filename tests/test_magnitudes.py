@@ -51,14 +51,14 @@ def test_sizes_are_root_mean_squares_of_parts():
     assert found["weights"] == pytest.approx(float(np.sqrt((model**2).mean())), rel=1e-3)
 
 
-def test_the_largest_floats_are_larger_than_all_else():
+def test_infinite_norms_are_outliers():
     huge = Knowledge({"features": np.full((3, 4), 3e38, np.float32)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert magnitudes_of(huge)["features"] > 1e30
 
 
-def test_a_payload_is_measured_as_it_will_be_read(tmp_path):
+def test_payload_is_measured_as_decoded(tmp_path):
     said = reply(np.random.default_rng(1))
     payload = ndarrays_to_parameters(encode(ENVELOPE, said))
     spool = ReplySpool(tmp_path, 10**6, Contract((WeightsField("weights", "w"),)))
@@ -85,7 +85,7 @@ def test_a_payload_is_measured_as_it_will_be_read(tmp_path):
         ([1e38, 1e38, 1.0, 1.0, 1.0], 0, "ab"),
     ],
 )
-def test_who_is_out_of_proportion(sizes, usual, refused):
+def test_disproportionate_replies_are_found(sizes, usual, refused):
     by_client = {name: {"features": size} for name, size in zip("abcde", sizes, strict=False)}
     found = magnitude_errors(by_client, {"features": float(usual)} if usual else {}, 1000.0)
     assert "".join(sorted(found)) == refused
@@ -121,7 +121,7 @@ def replies_of(parts, models=None):
     st.lists(st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1.5]), min_size=1, max_size=9),
     st.floats(1, 50),
 )
-def test_each_is_compared_with_the_median_of_the_others(sizes, limit):
+def test_replies_are_compared_with_the_median_of_other_clients(sizes, limit):
     by_client = {str(k): {"features": size} for k, size in enumerate(sizes)}
     wanted, odd = {}, set()
     for k, size in enumerate(sizes):
@@ -156,13 +156,13 @@ def order(replies_and_sizes):
     return replies, KINDS, sizes
 
 
-def test_parts_of_one_large_model_are_compared_whatever_their_shapes():
+def test_parts_of_one_model_are_compared_across_shapes():
     parts = {"a": {"nested": 1.0}, "b": {"nested": 3.0}}
     models = {"a": {"nested": {"a": (2, 2)}}, "b": {"nested": {"a": (4, 4)}}}
     assert magnitude_ratios(*order(replies_of(parts, models)))["b"] == {"nested": 3.0}
 
 
-def test_what_has_a_range_of_its_own_is_never_too_large():
+def test_bounded_fields_are_never_outliers():
     parts = {"a": {"shares": 0.1, "counts": 1.0}, "b": {"shares": 0.9, "counts": 1e6}}
     assert magnitude_ratios(*order(replies_of(parts))) == {}
 
@@ -199,7 +199,7 @@ def test_features_may_differ_more_than_weights(tmp_path):
     )
 
 
-def test_ten_thousand_replies_are_compared_in_a_moment():
+def test_ten_thousand_replies_are_compared():
     by_client = {str(k): {"features": 1.0 + k, "logits": 2.0} for k in range(10_000)}
     calls = 0
 
@@ -215,7 +215,7 @@ def test_ten_thousand_replies_are_compared_in_a_moment():
     assert calls < 300_000  # some ten a field; the square would be 10^8
 
 
-def test_each_field_is_compared_with_its_like():
+def test_fields_are_compared_separately():
     sizes = {
         "a": {"logits": 2000.0},
         "b": {"logits": 1900.0, "weights": 0.1},
@@ -226,5 +226,5 @@ def test_each_field_is_compared_with_its_like():
     assert magnitude_errors(sizes, {}, 1000.0).keys() == {"c"}
 
 
-def test_the_usual_size_is_the_median_of_those_that_have_the_field():
+def test_usual_size_is_the_median_over_replies_with_the_field():
     assert medians([{"a": 1.0}, {"a": 3.0, "b": 7.0}, {"a": 100.0}]) == {"a": 3.0, "b": 7.0}

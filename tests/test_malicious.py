@@ -154,7 +154,7 @@ EACH = [
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("method", "malicious"), EACH)
-def test_the_others_end_as_without_it(method, malicious, without, tmp_path, monkeypatch):
+def test_other_clients_are_unaffected(method, malicious, without, tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", malicious)
     notices = Notices()
     summary = run(five(method), tmp_path / "run", [notices])
@@ -201,7 +201,7 @@ def _tensor(field):
 
 
 @pytest.mark.parametrize("method", ["felo", "fedavg", "um-pfssl"])
-def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch):
+def test_oversized_reply_is_dropped_with_name_and_field(method, tmp_path, monkeypatch):
     """The check also applies to replies on disk that are read one at a time (um-pfssl)."""
     monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five(method, rounds=2), tmp_path / "run")
@@ -212,7 +212,7 @@ def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch
     assert record.answered == ["client-0", "client-2", "client-3", "client-4"]
 
 
-def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
+def test_oversized_reply_passes_with_factor_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five("felo", outlier_factor=0.0, clip_factor=0.0), tmp_path / "run")
     server.play(1)
@@ -220,7 +220,7 @@ def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["felo", "fedavg", "fedtype"])
-def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch):
+def test_server_rolls_back_if_no_client_can_train(method, tmp_path, monkeypatch):
     """Without the check of magnitudes, every instruction of round 2 contains the huge reply."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
     notices = Notices()
@@ -238,7 +238,7 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
     assert len(last) == 5
 
 
-def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, monkeypatch):
+def test_unusable_average_of_an_architecture_is_reset(tmp_path, monkeypatch):
     """Velo's CVAE does not learn from such features, so other architectures continue."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
     always = {"velo.min-separation": 0.0}  # otherwise the means are sent, which strike all
@@ -257,7 +257,7 @@ class HugeLater(Huge):
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5])
-def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_path, monkeypatch):
+def test_run_resumes_identically_after_a_rollback(stop, tmp_path, monkeypatch):
     """The server rolls back to its state after round 2, whose checkpoint is kept."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeLater)
     notices = Notices()
@@ -266,14 +266,14 @@ def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_pat
     assert any("the server rolls back to its state after round 2" in text for text in notices.texts)
 
 
-def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
+def test_resumed_run_samples_the_same_clients(tmp_path, monkeypatch):
     """The numbers of refusals and of silent rounds are saved."""
     monkeypatch.setattr(simulation, "InlineProxy", Broken)
     cut_and_resumed(five("local", rounds=6), tmp_path)
     assert [UNSAFE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
 
 
-def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monkeypatch):
+def test_silent_client_is_not_evaluated(tmp_path, monkeypatch):
     asked = []
 
     class Counted(Dumb):
@@ -291,7 +291,7 @@ def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monk
 
 
 @pytest.mark.parametrize("method", ["felo", "cofed", "um-pfssl"])
-def test_what_a_client_contributed_is_not_kept_for_ever(method, tmp_path):
+def test_contributions_of_departed_clients_expire(method, tmp_path):
     server = Server(five(method, rounds=4), tmp_path / "run")
     server.play(1)
     server.close(1)
@@ -323,7 +323,7 @@ class Deaf(InlineProxy):
 
 
 @pytest.mark.parametrize(("rounds", "since"), [(4, "since round 3"), (2, "")])
-def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path, monkeypatch):
+def test_run_fails_if_the_last_rounds_have_no_replies(rounds, since, tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Deaf)
     if not since:
         run(five("local", rounds=rounds), tmp_path / "run")
@@ -335,7 +335,7 @@ def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
+def test_run_without_replies_fails_on_ray(tmp_path, monkeypatch):
     config = five("local", rounds=1, clients=2, min_clients=0, backend="ray")
 
     def deaf(*_):
@@ -354,7 +354,7 @@ def _usual_umask():
 
 
 @pytest.mark.usefixtures("_usual_umask")
-def test_replies_on_disk_are_their_owners(tmp_path):
+def test_replies_on_disk_are_private_to_the_owner(tmp_path):
     message = encode(Envelope("run", "felo", 1, "a"), Knowledge({"w": np.ones(3)}))
     ReplySpool(tmp_path / "inbox", 10**6, Contract()).put("a", ndarrays_to_parameters(message))
     assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
@@ -362,7 +362,7 @@ def test_replies_on_disk_are_their_owners(tmp_path):
 
 
 @pytest.mark.usefixtures("_usual_umask")
-def test_states_and_checkpoints_are_their_owners(tmp_path):
+def test_states_and_checkpoints_are_private_to_the_owner(tmp_path):
     store = ClientStore(tmp_path / "state", "run", "a")
     store.save(1, {"w": torch.ones(3)}, {"version": 1})
     (tmp_path / "run").mkdir()
@@ -374,7 +374,7 @@ def test_states_and_checkpoints_are_their_owners(tmp_path):
 
 
 @pytest.mark.usefixtures("_usual_umask")
-def test_a_local_deployments_files_are_their_owners(tmp_path):
+def test_files_of_a_local_deployment_are_private_to_the_owner(tmp_path):
     """The SuperLink's database, created by Flower, contains the clients' messages."""
     deployment = LocalDeployment(tmp_path, nodes=1)
     (tmp_path / "log").mkdir()

@@ -192,7 +192,7 @@ def shares_of(secret, needed, count):
 
 
 @pytest.mark.parametrize(("needed", "count"), [(1, 1), (2, 3), (4, 4), (4, 7)])
-def test_any_threshold_of_shares_gives_the_secret_and_fewer_give_none(needed, count):
+def test_threshold_of_shares_determines_the_secret(needed, count):
     secret = bytes(range(32))
     shares = shares_of(secret, needed, count)
     for size in range(1, count + 1):
@@ -207,7 +207,7 @@ def test_any_threshold_of_shares_gives_the_secret_and_fewer_give_none(needed, co
 
 
 @pytest.mark.parametrize("sites", [5, 10, 50])
-def test_a_wrong_share_gives_another_value(sites):
+def test_wrong_share_gives_another_value(sites):
     needed, rng = threshold(sites, 1), np.random.default_rng(sites)
     shares = shares_of(rng.bytes(32), needed, sites)
     shares[int(rng.integers(sites)) + 1] = rng.bytes(65).rjust(66, b"\0")
@@ -226,7 +226,7 @@ def test_shares_lie_on_a_polynomial_of_the_right_degree():
 
 
 @pytest.mark.parametrize("arguments", [(b"short", 1, 1), (bytes(32), 0, 3), (bytes(32), 4, 3)])
-def test_impossible_sharing_is_refused(arguments):
+def test_invalid_sharing_raises(arguments):
     with pytest.raises(ValueError, match="32 bytes"):
         shamir.split(*arguments)
 
@@ -295,7 +295,7 @@ def test_extreme_values_do_not_overflow_the_sum(tmp_path):
         np.testing.assert_allclose(statistics, np.sign(value) * 2**62 / 8 / 2**20, rtol=1e-6)
 
 
-def test_a_variance_is_never_negative(tmp_path):
+def test_variance_is_never_negative(tmp_path):
     kit = Kit(tmp_path, 3)
     sent = of_all(np.random.default_rng(0), kit.names)
     for knowledge in sent.values():
@@ -329,7 +329,7 @@ def test_values_that_are_not_finite_become_those_of_the_instruction(tmp_path, is
         np.testing.assert_allclose(total.knowledge.tensors[name], exact, rtol=1e-5, atol=1e-4)
 
 
-def test_a_class_row_of_one_heavy_site_is_not_sent(tmp_path):
+def test_class_row_of_one_heavy_site_is_not_sent(tmp_path):
     """Weights are limited for the sites that list a class, as for the sites of a round."""
     listed = dict.fromkeys(("site-00", "site-01", "site-02"), ("0", "1"))
     listed |= {"site-03": ("0",), "site-04": ("0",)}
@@ -391,7 +391,7 @@ def test_class_means_are_averaged_over_the_sites_that_have_the_class(tmp_path, w
         assert found["counts"][row] == count
 
 
-def test_a_class_that_too_few_sites_list_is_not_sent(tmp_path):
+def test_class_listed_by_too_few_sites_is_not_sent(tmp_path):
     listed = {"site-00": ("0", "3"), "site-01": ("0", "3"), "site-02": ("0",), "site-03": ("0",)}
     kit = Kit(tmp_path, 4, "fedproto", classes=listed)
     rng = np.random.default_rng(2)
@@ -402,7 +402,7 @@ def test_a_class_that_too_few_sites_list_is_not_sent(tmp_path):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_a_site_without_samples_of_a_class_that_it_lists_sends_nothing(tmp_path, noise):
+def test_site_without_samples_of_a_class_that_it_lists_sends_nothing(tmp_path, noise):
     """Otherwise, the sum would be the row of the only other site with samples of the class.
 
     In a run with differential privacy, the server could choose a noise that has this effect.
@@ -422,7 +422,7 @@ def test_a_site_without_samples_of_a_class_that_it_lists_sends_nothing(tmp_path,
     assert str(error.value) == str(same.value), "the message does not depend on the class"
 
 
-def test_shares_are_refused_if_too_few_survivors_list_a_class(tmp_path):
+def test_shares_are_withheld_if_too_few_survivors_list_a_class(tmp_path):
     listed = {f"site-{k:02d}": ("0", "1") if k < 3 else ("0",) for k in range(5)}
     kit = Kit(tmp_path, 5, "fedproto", classes=listed)
     sent = {n: rows_of(np.random.default_rng(2), [0, 1], logits=False) for n in kit.names}
@@ -461,7 +461,7 @@ def test_felo_sums_class_means_over_all_and_weights_per_architecture(tmp_path):
     np.testing.assert_allclose(found, features, rtol=1e-6, atol=1e-5)
 
 
-def test_a_sum_with_too_few_survivors_does_not_cost_the_other_sums(tmp_path):
+def test_sum_with_too_few_survivors_does_not_affect_other_sums(tmp_path):
     # t = 6 of all, and all 4 of a model
     kit = Kit(tmp_path, 8, "felo", models=("cnn2", "mlp"), **{"felo.weighting": "samples"})
     rng = np.random.default_rng(3)
@@ -478,7 +478,7 @@ def test_a_sum_with_too_few_survivors_does_not_cost_the_other_sums(tmp_path):
     assert np.abs(found - mean).max() < 1e-5
 
 
-def test_a_list_of_survivors_is_kept_if_the_ledger_loses_its_last_line(tmp_path):
+def test_survivors_are_kept_if_the_ledger_loses_its_last_line(tmp_path):
     kit = Kit(tmp_path, 5)
     kit.sums({name: weights_of(np.random.default_rng(0)) for name in kit.names})
     ledger = kit.root / "site-00" / "_masking" / "site-00.jsonl"
@@ -492,7 +492,7 @@ def test_a_list_of_survivors_is_kept_if_the_ledger_loses_its_last_line(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_a_ledger_from_a_backup_never_leads_to_a_second_answer(tmp_path, kept):
+def test_ledger_from_a_backup_never_leads_to_a_second_reply(tmp_path, kept):
     """The ledger is older than the stored replies, of which only the last are kept."""
     kit = Kit(tmp_path, 5)
     rng = np.random.default_rng(0)
@@ -546,7 +546,7 @@ def test_weights_of_an_architecture_with_too_few_clients_are_not_sent(tmp_path):
     assert list(request["cohorts"]) == ["0"]
 
 
-def test_a_site_refuses_single_sums(tmp_path):
+def test_site_refuses_single_sums(tmp_path):
     """With two colluding sites, a sum needs four sites, but the server does not know this."""
     kit = Kit(tmp_path, 7, "felo", models=("cnn2", "mlp"), colluding=2)
     rng = np.random.default_rng(3)
@@ -558,7 +558,7 @@ def test_a_site_refuses_single_sums(tmp_path):
     assert "the sum of weights of mlp is lost: 0 of 3 clients replied" in kit.notices[3]
 
 
-def test_a_site_without_samples_of_a_listed_class_refuses_only_class_means(tmp_path):
+def test_site_without_samples_of_a_listed_class_refuses_only_class_means(tmp_path):
     kit, rng = Kit(tmp_path, 5, "felo", is_site=True), np.random.default_rng(3)
     sent = {name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names}
     sent["site-01"] = felo_reply(rng, [0, 1, 2])
@@ -574,7 +574,7 @@ def test_a_site_without_samples_of_a_listed_class_refuses_only_class_means(tmp_p
 
 
 @pytest.mark.parametrize("field", [MASKED, SHARES])
-def test_a_reply_without_a_vector_or_without_shares_is_not_summed(tmp_path, field):
+def test_reply_without_a_vector_or_without_shares_is_not_summed(tmp_path, field):
     kit = Kit(tmp_path, 5)
     kit.server.start(1, kit.members, kit.names)
     sent = of_all(np.random.default_rng(3), kit.names)
@@ -590,7 +590,7 @@ def test_a_reply_without_a_vector_or_without_shares_is_not_summed(tmp_path, fiel
 # Lost sites
 
 
-def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_path):
+def test_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_path):
     rng = np.random.default_rng(4)
     kit = Kit(tmp_path, 6)  # t = 5
     sent = of_all(rng, kit.names)
@@ -612,7 +612,7 @@ def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_pa
     assert len(kit.sums(sent, 6)) == 1, "the next round works"
 
 
-def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
+def test_site_that_restarts_is_called_again_for_its_shares(tmp_path):
     kit = Kit(tmp_path, 3, deployed=True)  # the shares of all three are needed
     kit.server = Unmasking(kit.config, "run", kit.state, kit.directory, timeout=20.0)
     proxy, calls = kit.members["site-01"].proxy, []
@@ -631,7 +631,7 @@ def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
     assert not kit.notices
 
 
-def test_a_resumed_server_omits_a_lost_sum_again(tmp_path):
+def test_resumed_server_omits_a_lost_sum_again(tmp_path):
     """Otherwise, the sites would reject the changed request, and all their sums would be lost."""
     kit, rng = Kit(tmp_path, 6, "felo", models=("cnn2", "mlp")), np.random.default_rng(3)
     sent = {name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names}
@@ -651,7 +651,7 @@ def test_a_resumed_server_omits_a_lost_sum_again(tmp_path):
     )
 
 
-def test_a_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
+def test_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
     kit = Kit(tmp_path, 5, deployed=True)
     sent = of_all(np.random.default_rng(4), kit.names)
     begun, hanging = time.monotonic(), threading.Event()
@@ -667,7 +667,7 @@ def test_a_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
     assert time.monotonic() - begun > 0.9
 
 
-def test_a_client_in_this_process_is_called_once(tmp_path):
+def test_client_in_this_process_is_called_once(tmp_path):
     kit, begun = Kit(tmp_path, 3), time.monotonic()
     assert not kit.sums(of_all(np.random.default_rng(4), kit.names), silent=["site-01"])
     assert time.monotonic() - begun < 0.9, "the time limit is a second"
@@ -679,7 +679,7 @@ def test_no_reply_gives_no_sum(tmp_path):
     assert kit.sums({}, lost=kit.names) == []
 
 
-def test_a_site_that_reveals_nonsense_loses_its_shares_but_not_the_round(tmp_path):
+def test_site_that_reveals_nonsense_loses_its_shares_but_not_the_round(tmp_path):
     key = f"{SHARES}/0"
     rng = np.random.default_rng(4)
     for number, change in enumerate(
@@ -716,7 +716,7 @@ def test_a_site_that_reveals_nonsense_loses_its_shares_but_not_the_round(tmp_pat
         np.testing.assert_allclose(sums[0].knowledge.tensors[field], exact, atol=1e-6)
 
 
-def test_wrong_shares_of_one_sum_do_not_cost_the_other_sums(tmp_path):
+def test_wrong_shares_of_one_sum_do_not_affect_other_sums(tmp_path):
     # All 3 shares of a model are needed, but only 5 of 6 shares of the sum over all clients.
     for number, kinds in enumerate(((0,), (0, 1))):
         (directory := tmp_path / f"{number}").mkdir()
@@ -741,7 +741,7 @@ def test_wrong_shares_of_one_sum_do_not_cost_the_other_sums(tmp_path):
         assert any("sum of weights of mlp is lost" in line for line in kit.notices) == (1 in kinds)
 
 
-def test_a_share_that_cannot_be_decrypted_is_not_needed(tmp_path):
+def test_share_that_cannot_be_decrypted_is_not_needed(tmp_path):
     kit = Kit(tmp_path, 5)
     sent = of_all(np.random.default_rng(0), kit.names)
     kit.server.start(1, kit.members, kit.names)
@@ -758,7 +758,7 @@ def test_a_share_that_cannot_be_decrypted_is_not_needed(tmp_path):
     ]
 
 
-def test_an_impossible_sum_is_refused(tmp_path):
+def test_impossible_sum_is_dropped(tmp_path):
     kit = Kit(tmp_path, 3)
     kit.server.start(1, kit.members, kit.names)
     sent = of_all(np.random.default_rng(0), kit.names)
@@ -772,7 +772,7 @@ def test_an_impossible_sum_is_refused(tmp_path):
 # What a site refuses
 
 
-def test_cohorts_that_break_the_rules_are_refused(tmp_path):
+def test_invalid_cohorts_raise(tmp_path):
     kit = Kit(tmp_path, 5)
     names = kit.names
     sent = weights_of(np.random.default_rng(0))
@@ -798,7 +798,7 @@ def test_cohorts_that_break_the_rules_are_refused(tmp_path):
             kit.masked_with("site-00", request, sent)
 
 
-def test_the_minimum_of_the_peers_file_prevents_disjoint_cohorts(tmp_path):
+def test_minimum_of_the_peers_file_prevents_disjoint_cohorts(tmp_path):
     kit = Kit(tmp_path, 7)
     assert kit.peers.least == 4
     kit.server.start(1, kit.members, kit.names[:3])
@@ -806,7 +806,7 @@ def test_the_minimum_of_the_peers_file_prevents_disjoint_cohorts(tmp_path):
         kit.masked("site-00", weights_of(np.random.default_rng(0)))
 
 
-def test_survivors_that_break_the_rules_are_refused(tmp_path):
+def test_invalid_survivors_raise(tmp_path):
     kit = Kit(tmp_path, 5)  # t = 4
     names = kit.names
     kit.server.start(1, kit.members, names)
@@ -839,7 +839,7 @@ def test_differing_peers_files_are_detected(tmp_path):
     assert "is lost" in kit.notices[-1]
 
 
-def test_sites_that_are_shown_different_cohorts_derive_masks_that_do_not_cancel(tmp_path):
+def test_masks_of_different_cohorts_do_not_cancel(tmp_path):
     kit = Kit(tmp_path, 5)
     kit.server.start(1, kit.members, kit.names)
     sent = of_all(np.random.default_rng(0), kit.names)
@@ -859,7 +859,7 @@ def test_sites_that_are_shown_different_cohorts_derive_masks_that_do_not_cancel(
 # Repeated requests
 
 
-def test_only_the_same_request_is_answered_again_and_with_the_same_bytes(tmp_path):
+def test_repeated_request_gets_identical_bytes_and_others_raise(tmp_path):
     kit = Kit(tmp_path, 4)
     kit.server.start(1, kit.members, kit.names)
     rng = np.random.default_rng(0)
@@ -903,7 +903,7 @@ def ledger_of(kit: Kit, name: str) -> Path:
     return kit.root / name / "_masking" / f"{name}.jsonl"
 
 
-def test_a_truncated_ledger_never_leads_to_a_second_vector(tmp_path):
+def test_truncated_ledger_never_leads_to_a_second_vector(tmp_path):
     kit = Kit(tmp_path, 4)
     kit.server.start(1, kit.members, kit.names)
     rng = np.random.default_rng(0)
@@ -924,7 +924,7 @@ def test_a_truncated_ledger_never_leads_to_a_second_vector(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"nonsense\n", b'["run", 1, "masked reply"]\n', b"[[]]\n"])
-def test_a_damaged_ledger_stops_all_replies(tmp_path, content):
+def test_damaged_ledger_stops_all_replies(tmp_path, content):
     kit = Kit(tmp_path, 4)
     kit.server.start(1, kit.members, kit.names)
     kit.masked("site-00", weights_of(np.random.default_rng(0)))
@@ -933,7 +933,7 @@ def test_a_damaged_ledger_stops_all_replies(tmp_path, content):
         kit.masked("site-00", weights_of(np.random.default_rng(0)))
 
 
-def test_a_lost_reply_is_not_computed_again(tmp_path):
+def test_lost_reply_is_not_computed_again(tmp_path):
     kit = Kit(tmp_path, 4)
     kit.server.start(1, kit.members, kit.names)
     kit.masked("site-00", weights_of(np.random.default_rng(0)))
@@ -961,7 +961,7 @@ def test_two_processes_of_a_site_send_the_same_vector(tmp_path):
 # A server that is stopped
 
 
-def test_a_server_that_resumes_repeats_its_requests(tmp_path):
+def test_server_that_resumes_repeats_its_requests(tmp_path):
     kit = Kit(tmp_path, 6)
     rng = np.random.default_rng(0)
     sent = of_all(rng, kit.names)
@@ -990,7 +990,7 @@ def test_a_server_that_resumes_repeats_its_requests(tmp_path):
     assert ask is not None
 
 
-def test_a_server_that_resumes_without_a_survivor_loses_the_round_only(tmp_path):
+def test_server_that_resumes_without_a_survivor_loses_the_round_only(tmp_path):
     kit = Kit(tmp_path, 6)
     sent = of_all(np.random.default_rng(0), kit.names)
     kit.sums(sent, 1)
@@ -1001,14 +1001,14 @@ def test_a_server_that_resumes_without_a_survivor_loses_the_round_only(tmp_path)
     assert len(kit.sums(sent, 2, lost=["site-05"])) == 1
 
 
-def test_a_new_client_does_not_join_the_cohort_of_a_repeated_round(tmp_path):
+def test_new_client_does_not_join_the_cohort_of_a_repeated_round(tmp_path):
     kit = Kit(tmp_path, 6)
     kit.server.start(1, kit.members, kit.names[:5])
     kit.server = kit.new_server(resume=True)
     assert kit.server.start(1, kit.members, kit.names) == {*kit.names[:5]}
 
 
-def test_a_damaged_file_of_requests_stops_the_run(tmp_path):
+def test_damaged_file_of_requests_stops_the_run(tmp_path):
     kit = Kit(tmp_path, 3)
     for text in ("{", "[]", '{"1": 3}', '{"x": ["00", []]}'):
         (kit.directory / "secure-aggregation.json").write_text(text)
@@ -1066,7 +1066,7 @@ def chi_square(values: np.ndarray, other: np.ndarray | None = None) -> float:
 
 
 @pytest.mark.parametrize("keyings", [50, pytest.param(1000, marks=pytest.mark.slow)])
-def test_the_view_of_the_server_depends_only_on_the_sum(tmp_path, keyings):
+def test_view_of_the_server_depends_only_on_the_sum(tmp_path, keyings):
     kit = Kit(tmp_path, 3, cap=20)
     one, two = np.array([1.0, 2.0, 3.0]), np.array([-20.0, 40.0, -14.0])
     assert one.sum() == two.sum()
@@ -1089,7 +1089,7 @@ def test_the_view_of_the_server_depends_only_on_the_sum(tmp_path, keyings):
     assert chi_square(left) < 1e-12
 
 
-def test_the_page_states_the_numbers_of_honest_sites(tmp_path):
+def test_page_states_the_numbers_of_honest_sites(tmp_path):
     page = Path(__file__).parents[1] / "docs" / "secure-aggregation.md"
     cells = [line.strip("| ").split(" | ") for line in page.read_text().splitlines()]
     rows = {name: list(map(int, values)) for name, *values in cells if len(values) == 5
@@ -1136,7 +1136,7 @@ def test_each_sum_has_two_sites_more_than_the_colluding_sites(method, number, co
 
 
 @pytest.mark.parametrize("sites", [3, 4, 5])
-def test_a_lying_server_and_a_colluding_site_learn_only_sums_over_two_honest_sites(tmp_path, sites):
+def test_lying_server_and_a_colluding_site_learn_only_sums_over_two_honest_sites(tmp_path, sites):
     """Search all lists of survivors that a server may send to each honest site.
 
     Unknowns are the vectors x_i of the honest sites, their masks b_i, and the masks s_ij of two
@@ -1212,7 +1212,7 @@ def test_thresholds_are_those_of_the_design(tmp_path):
         assert 2 * threshold(sites, 1) - sites - 1 >= 2
 
 
-def test_the_ledger_alone_refuses_a_second_request(tmp_path):
+def test_ledger_alone_refuses_a_second_request(tmp_path):
     ledger, written = Ledger(tmp_path, "site-00"), []
     assert ledger.commit("run", 1, "shares", "aa", lambda: written.append(1))
     assert not ledger.commit("run", 1, "shares", "aa", lambda: written.append(2))
@@ -1222,7 +1222,7 @@ def test_the_ledger_alone_refuses_a_second_request(tmp_path):
     assert written == [1]
 
 
-def test_a_sum_of_another_number_of_sites_is_refused(tmp_path):
+def test_sum_of_another_number_of_sites_is_dropped(tmp_path):
     kit = Kit(tmp_path, 3)
     kit.server.start(1, kit.members, kit.names)
     sent = of_all(np.random.default_rng(0), kit.names)
@@ -1248,7 +1248,7 @@ def altered_replies(kit: Kit, sent, number: int, change) -> list[Reply]:
     return replies
 
 
-def test_a_share_that_changes_the_secret_by_one_is_recognized(tmp_path):
+def test_share_that_changes_the_secret_by_one_is_recognized(tmp_path):
     """Adding 1/weight to a share adds 1 to the secret, which still has 32 bytes."""
     kit, prime = Kit(tmp_path, 10), PRIME
     honest = kit.sites["site-01"]
@@ -1276,7 +1276,7 @@ def test_a_share_that_changes_the_secret_by_one_is_recognized(tmp_path):
     assert kit.notices[0].startswith("round 1: site-01 revealed wrong shares of the masks of")
 
 
-def test_a_client_whose_seed_does_not_match_its_commitment_is_named(tmp_path):
+def test_client_whose_seed_does_not_match_its_commitment_is_named(tmp_path):
     kit = Kit(tmp_path, 5)
 
     def change(tensors) -> None:
@@ -1345,7 +1345,7 @@ def test_sites_with_different_public_sets_have_no_sum(tmp_path):
     assert "site-01 derived other keys than most clients" in kit.notices[0]
 
 
-def test_a_client_with_a_wrong_seed_costs_one_reconstruction_per_reply(tmp_path, monkeypatch):
+def test_wrong_seed_costs_one_reconstruction_per_reply(tmp_path, monkeypatch):
     """The shares of the other masks are joined once, and again when all clients have replied."""
     kit, joined = Kit(tmp_path, 9, deployed=True), []
 
@@ -1365,7 +1365,7 @@ def test_a_client_with_a_wrong_seed_costs_one_reconstruction_per_reply(tmp_path,
     assert sorted(joined) == [threshold(9, 1)] * 9 + [8] + [9] * 9
 
 
-def test_a_client_that_spoils_every_box_is_named_and_excluded(tmp_path):
+def test_client_that_spoils_every_box_is_named_and_excluded(tmp_path):
     kit = Kit(tmp_path, 5)
     health = kit.state.health = ClientHealth(3, 0, kit.notices.append)
 
@@ -1381,7 +1381,7 @@ def test_a_client_that_spoils_every_box_is_named_and_excluded(tmp_path):
     assert health.eligible(4, kit.names) == [name for name in kit.names if name != "site-01"]
 
 
-def test_a_run_ends_if_an_unknown_client_spoils_each_sum(tmp_path):
+def test_run_ends_if_an_unknown_client_spoils_each_sum(tmp_path):
     """One word of a masked vector suffices, and nobody can tell which client changed it."""
     kit = Kit(tmp_path, 5)
 
@@ -1428,7 +1428,7 @@ def test_sites_with_different_instructions_or_settings_have_no_key_in_common(tmp
     assert not any(shares[:66]), "the share of site-00's seed cannot be decrypted"
 
 
-def test_a_site_does_not_reply_again_with_other_settings(tmp_path):
+def test_site_does_not_reply_again_with_other_settings(tmp_path):
     kit = Kit(tmp_path, 3)
     sent = of_all(np.random.default_rng(0), kit.names)
     kit.server.start(1, kit.members, kit.names)
@@ -1460,7 +1460,7 @@ def test_sites_with_different_architectures_have_no_key_in_common(tmp_path, meth
     assert (not kit.total(replies)) is is_lost
 
 
-def test_a_cohort_without_enough_weight_beside_one_site_is_refused(tmp_path):
+def test_cohort_dominated_by_one_weight_raises(tmp_path):
     kit = Kit(tmp_path, 5)  # weights 20 to 60
     heavy = replace(kit.peers.peer("site-04"), weight=110)
     peers = replace(kit.peers, peers=(*kit.peers.peers[:4], heavy))

@@ -170,7 +170,7 @@ def test_six_known_weights_reveal_no_other_weight(tmp_path):
     assert ((unmasked - VALUES / 16) ** 2 / (VALUES / 16)).sum() > 1000
 
 
-def test_the_attack_finds_a_seed_of_few_bits(tmp_path, monkeypatch):
+def test_attack_finds_a_seed_of_few_bits(tmp_path, monkeypatch):
     derived = Masking._derived
 
     def weak(self, peer, bound, use):
@@ -182,7 +182,7 @@ def test_the_attack_finds_a_seed_of_few_bits(tmp_path, monkeypatch):
     assert Transcript(tmp_path).recovered() == 1
 
 
-def test_the_attack_finds_the_seed_of_a_mersenne_twister(tmp_path, monkeypatch):
+def test_attack_finds_the_seed_of_a_mersenne_twister(tmp_path, monkeypatch):
     add_mask = Layout.add_mask
     derived = Masking._derived
     victims = set()
@@ -205,7 +205,7 @@ def test_the_attack_finds_the_seed_of_a_mersenne_twister(tmp_path, monkeypatch):
     assert Transcript(tmp_path).recovered() == 1
 
 
-def test_the_attack_finds_a_key_that_depends_on_public_values_alone(tmp_path, monkeypatch):
+def test_attack_finds_a_key_that_depends_on_public_values_alone(tmp_path, monkeypatch):
     derived = Masking._derived
 
     def weak(self, peer, bound, use):
@@ -217,7 +217,7 @@ def test_the_attack_finds_a_key_that_depends_on_public_values_alone(tmp_path, mo
     assert Transcript(tmp_path).recovered() == 1
 
 
-def test_a_mask_used_twice_would_reveal_a_difference(tmp_path, monkeypatch):
+def test_mask_used_twice_reveals_a_difference(tmp_path, monkeypatch):
     derived = Masking._derived
 
     def weak(self, peer, bound, use):

@@ -30,7 +30,7 @@ MODULES_OF = {name: name.replace("-", "_") for name in method_names()}
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_a_method_is_whole(name):
+def test_method_has_strategy_and_client(name):
     method = find_method(name)
     module = MODULES_OF[name]
     declaration = importlib.import_module(DECLARATION + module)
@@ -45,7 +45,7 @@ def test_a_method_is_whole(name):
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_what_a_method_sends_is_described(name):
+def test_message_fields_are_described(name):
     method = find_method(name)
     for contract in (method.spec.instructions, method.spec.replies):
         names = [field.name for field in contract.fields]
@@ -60,7 +60,7 @@ def used_modules() -> set[str]:
     return {module for name in method_names() for module in find_method(name).modules}
 
 
-def test_a_method_uses_the_halves_of_the_method_that_it_extends(tmp_path):
+def test_method_uses_sides_of_the_extended_method(tmp_path):
     """The declaration is the method's own, so its messages are, too."""
     config = small("fedbn", models=["resnet10"])
     assert config.method.modules == ("fedhet.strategies.fedavg", "fedhet.clients.fedavg")
@@ -77,7 +77,7 @@ def test_a_method_uses_the_halves_of_the_method_that_it_extends(tmp_path):
         *((half, {"base.py"}) for half in HALVES),
     ],
 )
-def test_the_rooms_of_the_methods_hold_nothing_but_methods(room, others):
+def test_method_packages_contain_only_methods(room, others):
     inside = {
         path.name
         for path in (ROOT / room.replace(".", "/")).iterdir()
@@ -89,7 +89,7 @@ def test_the_rooms_of_the_methods_hold_nothing_but_methods(room, others):
     assert inside == {"__init__.py", *others, *methods}
 
 
-def test_an_unknown_method_names_the_nearest():
+def test_unknown_method_names_the_nearest():
     with pytest.raises(SettingsError, match=r"^unknown method 'fello'; did you mean 'felo'\?$"):
         find_method("fello")
 
@@ -97,7 +97,7 @@ def test_an_unknown_method_names_the_nearest():
 # --- settings ---------------------------------------------------------------------------------
 
 
-def test_no_two_tables_of_settings_have_one_name():
+def test_tables_of_settings_have_unique_names():
     tables = [name.partition(".")[0] for name in RunSettings.fields()]
     methods = [find_method(name).table for name in method_names()]
     assert len(set(methods)) == len(methods)
@@ -170,7 +170,7 @@ def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     yield from (name for name in found if name.partition(".")[0] == "fedhet")
 
 
-def test_no_module_is_on_a_circle_of_imports():
+def test_imports_are_acyclic():
     def loaded(module):
         """Return the modules that an import loads: the module and its packages."""
         for node in on_import(tree_of(module).body):
@@ -189,7 +189,7 @@ def test_no_module_is_on_a_circle_of_imports():
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
-def test_fedhet_knows_no_method_but_by_name():
+def test_only_the_registry_imports_methods():
     """The same applies to base classes: strategies and clients are imported with importlib."""
     wrong = {
         f"{module} imports {target}"
@@ -222,7 +222,7 @@ def test_methods_do_not_import_each_other_but_to_extend():
                     assert names & bases, f"{module} imports {names} and extends nothing of it"
 
 
-def test_a_half_reads_the_declaration_of_its_own_method_alone():
+def test_sides_import_only_their_own_declaration():
     for path in used_modules():
         imported = (targets(node) for node in on_import(tree_of(path).body))
         declared = {name for names in imported for name in names if name.startswith(DECLARATION)}
@@ -230,7 +230,7 @@ def test_a_half_reads_the_declaration_of_its_own_method_alone():
         assert declared <= {own}, f"{path} imports {declared}"
 
 
-def test_the_mathematics_imports_neither_flower_nor_the_wire_nor_the_disk():
+def test_algorithms_import_no_io():
     allowed = {"base", "learning", "kinds", "algorithms", "settings"}
     pure = {m for m in PATHS if m.startswith("fedhet.algorithms")}
     assert len(pure) > 10

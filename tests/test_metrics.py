@@ -96,7 +96,7 @@ def calibration_error(truth, likely):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_metric_is_what_its_definition_says(seed):
+def test_each_metric_equals_its_definition(seed):
     truth, likely, guess = drawn(seed)
     found = measure(NAMES, Predictions(truth, guess, likely))
     of_classes = recalls(truth, guess)
@@ -114,7 +114,7 @@ def test_each_metric_is_what_its_definition_says(seed):
     assert "recall.3" not in found
 
 
-def test_a_split_of_one_class_has_no_auc_and_no_nan():
+def test_split_of_one_class_has_no_auc_and_no_nan():
     truth, guess = np.array([2, 2, 2]), np.array([2, 0, 2])
     likely = np.array([[0.1, 0.1, 0.8], [0.6, 0.2, 0.2], [0.0, 0.0, 1.0]])
     found = measure(NAMES, Predictions(truth, guess, likely))
@@ -146,7 +146,7 @@ class Fixed(nn.Module):
         return x
 
 
-def test_a_networks_metrics_leave_its_score_as_it_was():
+def test_metrics_do_not_change_the_score():
     logits = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
     y = torch.arange(300) % 4
     plain = evaluate(Fixed(), logits, y, CPU)
@@ -167,7 +167,7 @@ def test_classes_outside_a_label_space_are_never_predicted_and_cost_a_bounded_lo
     assert 0 < score.metrics["auc"] < 1
 
 
-def test_outputs_that_are_no_numbers_have_an_accuracy_alone():
+def test_nonfinite_outputs_have_only_an_accuracy():
     logits = torch.randn(10, 3)
     logits[4] = math.nan
     score = evaluate_model(Fixed(), Split(logits, torch.zeros(10, dtype=torch.int64)), CPU, NAMES)
@@ -176,7 +176,7 @@ def test_outputs_that_are_no_numbers_have_an_accuracy_alone():
 
 
 @pytest.mark.parametrize("name", ["sk-tree", "sk-mlp", "sk-svm"])
-def test_a_model_without_gradients_is_judged_by_its_probabilities(name):
+def test_classical_model_is_evaluated_by_probabilities(name):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 4, generator=generator)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
@@ -193,7 +193,7 @@ def test_a_model_without_gradients_is_judged_by_its_probabilities(name):
 # --- the setting, and what travels -----------------------------------------------------------
 
 
-def test_the_setting_is_a_list_in_any_order():
+def test_setting_is_a_list_in_any_order():
     assert select_metrics(["auc", "balanced-accuracy", "auc"]) == (
         "accuracy",
         "balanced-accuracy",
@@ -203,7 +203,7 @@ def test_the_setting_is_a_list_in_any_order():
     assert measured_names(("auc", "recall"), 2) == ["auc", "recall.0", "recall.1"]
 
 
-def test_an_unknown_metric_is_refused_with_those_there_are():
+def test_unknown_metric_raises():
     with pytest.raises(SettingsError, match=r"'metrics'.*macro-f1, auc.*acu"):
         small(metrics="acu")
 
@@ -213,7 +213,7 @@ def reported(**others):
     return write_measures(plain) | {name.replace("_", "."): v for name, v in others.items()}
 
 
-def test_metrics_come_through_as_they_were_sent():
+def test_metrics_round_trip():
     values = {"accuracy": 0.5, "auc": 0.75, "recall.1": 1.0}
     sent = Measured(
         {(name, "common", "private"): v for name, v in values.items()}, 1.0,
@@ -253,7 +253,7 @@ def test_metrics_from_outside_are_checked(name, value, fault):
     assert fault in caught.value.fault
 
 
-def test_the_majority_class_is_measured_beside_the_accuracy(tmp_path):
+def test_majority_class_is_recorded(tmp_path):
     config = small("local", clients=3, rounds=1, **{"data.partition": "dirichlet"})
     run(config, tmp_path)
     (record,) = records(tmp_path)
@@ -267,7 +267,7 @@ def test_the_majority_class_is_measured_beside_the_accuracy(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "server"), [("felo", False), ("fedgems", True)])
-def test_a_run_records_the_number_of_test_samples(method, server, tmp_path):
+def test_run_records_the_number_of_test_samples(method, server, tmp_path):
     config = small(method, rounds=1)
     run(config, tmp_path)
     tested = records(tmp_path)[-1]["tested"]
@@ -282,7 +282,7 @@ def test_a_run_records_the_number_of_test_samples(method, server, tmp_path):
     assert loaded.test_samples("personal", "private") == pytest.approx(expected)
 
 
-def test_without_the_setting_no_metric_is_taken():
+def test_no_metric_is_computed_without_the_setting():
     with pytest.raises(KnowledgeError, match="metric"):
         read_measures("a", {**reported(), "auc.common.private": 0.5}, ("private",), ["accuracy"])
 
@@ -293,7 +293,7 @@ def beside(accuracy=0.5, **values):
 
 
 @pytest.mark.parametrize("name", ["spent", "answer"])
-def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
+def test_undeclared_metric_raises(name):
     """Its name must not look like a client's own error message."""
     state = RoundState(1, print)
     state.start(1)
@@ -306,7 +306,7 @@ def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
     assert state.record.failed["a"].endswith("nothing is left")
 
 
-def test_the_worst_of_a_loss_is_the_highest_and_what_is_outdated_is_void():
+def test_worst_loss_is_the_highest():
     state = RoundState(1, print)
     state.start(1)
     state.record_selection(Selection(("a", "b")))
@@ -338,7 +338,7 @@ def judged(tmp_path_factory):
     return directory, run(config, directory, report=True)
 
 
-def test_a_runs_metrics_are_in_its_files(judged):
+def test_runs_metrics_are_in_its_files(judged):
     directory, summary = judged
     assert {name.partition(".")[0] for name in summary["metrics"]} == set(NAMES)
     for protocols in summary["metrics"].values():
@@ -353,7 +353,7 @@ def test_a_runs_metrics_are_in_its_files(judged):
     assert "Scores by class" in page
 
 
-def test_with_the_default_nothing_else_changes(judged, tmp_path):
+def test_default_changes_no_other_metric(judged, tmp_path):
     _, summary = judged
     plain = run(small("local", models=["mlp", "sk-tree"], clients=3), tmp_path / "run")
     assert "metrics" not in plain
@@ -365,7 +365,7 @@ def test_with_the_default_nothing_else_changes(judged, tmp_path):
         assert mine == theirs
 
 
-def test_the_frames_have_the_metrics(judged):
+def test_frames_have_the_metrics(judged):
     directory, summary = judged
     result = api.load(directory)
     auc_of = summary["metrics"]["auc"]["common"]["private"]
@@ -414,7 +414,7 @@ def test_runs_are_compared_by_a_metric(judged, tmp_path):
     assert "auc.common.private.mean" in compared
 
 
-def test_the_command_compares_by_a_metric(judged, tmp_path):
+def test_command_compares_by_a_metric(judged, tmp_path):
     directory, _ = judged
     out = ["--out", str(tmp_path / "compare")]
     told = CliRunner().invoke(app, ["compare", str(directory), "--metric", "test-loss", *out])
@@ -452,13 +452,13 @@ def signed_metrics(monkeypatch):
         monkeypatch.setitem(METRICS, metric.name, metric)
 
 
-def test_a_class_of_a_metric_has_its_range_and_direction(signed_metrics):
+def test_class_of_a_metric_has_its_range_and_direction(signed_metrics):
     found = metric_of("disagreement.3")
     assert (found.name, found.title) == ("disagreement.3", "disagreement of class 3")
     assert (found.lowest, found.highest, found.lower_is_better) == (-1.0, 1.0, True)
 
 
-def test_a_custom_metric_can_be_negative(signed_metrics, tmp_path):
+def test_custom_metric_can_be_negative(signed_metrics, tmp_path):
     """Test a resumed simulation, its summary, its figures, and a comparison."""
     names = ["accuracy", "kappa", "disagreement"]
     slow = {"metrics": names, "lr": 1e-9, "clients": 3}  # models stay as good as chance
@@ -487,7 +487,7 @@ def test_a_custom_metric_can_be_negative(signed_metrics, tmp_path):
     assert figure.axes[0].dataLim.ymin == pytest.approx(max(low, -1.0))
 
 
-def test_the_terminals_table_has_the_metrics(judged):
+def test_terminals_table_has_the_metrics(judged):
     from synthetic import shown
 
     directory, _ = judged
@@ -498,7 +498,7 @@ def test_the_terminals_table_has_the_metrics(judged):
     assert "recall" not in text
 
 
-def test_the_servers_own_model_is_measured_too(tmp_path):
+def test_servers_own_model_is_measured_too(tmp_path):
     config = small("fedgems", metrics="auc", server_model="mlp", rounds=1, clients=2)
     summary = run(config, tmp_path / "run")
     assert 0 < summary["metrics"]["auc"]["common"]["server"]["mean"] <= 1

@@ -53,7 +53,7 @@ def module_file(folder: Path, name: str, body: str) -> None:
     (folder / f"{name}.py").write_text("from torch import nn\nimport torch\n" + body)
 
 
-def test_names_are_the_documented_ones_and_unique() -> None:
+def test_names_are_documented_and_unique() -> None:
     assert len(set(models.names())) == len(models.names())
     listed = [*models.names(), *models.WITHOUT_GRADIENTS, *models.DRAWN]
     assert listed == [info.name for info in models.describe()]
@@ -83,7 +83,7 @@ def test_every_model_on_every_shape_without_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_a_real_model_runs_and_learns(name: str) -> None:
+def test_real_model_runs_and_learns(name: str) -> None:
     shape = smallest(name)
     model = models.build(name, shape, 3, seed=0)
     batch = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
@@ -109,7 +109,7 @@ def test_a_real_model_runs_and_learns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HEAVY))
-def test_a_heavy_models_gradient_reaches_every_parameter(name: str) -> None:
+def test_heavy_models_gradient_reaches_every_parameter(name: str) -> None:
     with torch.device("meta"):
         model = models.build(name, (3, 32, 32), 3, seed=0)
         loss = model(torch.zeros(4, 3, 32, 32)).sum()
@@ -125,7 +125,7 @@ def test_odd_channels_and_sides(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_adapter_gives_the_width_asked_for(name: str) -> None:
+def test_adapter_gives_the_requested_width(name: str) -> None:
     shape = (1, 28, 28)
     plain = models.shapes(name, shape, 3)
     native = plain["classifier.weight"][0][1]
@@ -138,7 +138,7 @@ def test_the_adapter_gives_the_width_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_an_adapted_model_gives_features_of_that_width(name: str) -> None:
+def test_adapted_model_gives_features_of_that_width(name: str) -> None:
     model = models.build(name, (1, 8, 8), 3, seed=0, feature_dim=48).eval()
     features, logits = model.features_and_logits(torch.zeros(4, 1, 8, 8))
     assert model.feature_dim == 48
@@ -179,7 +179,7 @@ def test_two_names_of_one_layout_start_apart() -> None:
 
 
 @pytest.mark.parametrize(("depth", "count"), [("11", 127_642), ("20", 220_378), ("56", 591_322)])
-def test_fedgems_parameters_as_in_its_table_10(depth: str, count: int) -> None:
+def test_fedgems_parameters_equal_table_10(depth: str, count: int) -> None:
     assert parameters(f"gems-resnet{depth}", (3, 32, 32), 10) == count
     model = models.build(f"gems-resnet{depth}", (3, 32, 32), 10, seed=0)
     assert sum(p.numel() for p in model.parameters()) == count
@@ -196,7 +196,7 @@ def test_fedgems_parameters_as_in_its_table_10(depth: str, count: int) -> None:
         ("efficientnet-b0", 5_288_548),
     ],
 )  # fmt: skip
-def test_imagenet_parameters_as_torchvision_publishes_them(name: str, count: int) -> None:
+def test_imagenet_parameters_equal_torchvision(name: str, count: int) -> None:
     assert parameters(name, (3, 224, 224), 1000) == count
 
 
@@ -211,7 +211,7 @@ def test_mobilenet_v1_has_the_parameters_of_its_papers() -> None:
     assert parameters("mobilenet-v1", (3, 32, 32), 10) == count + 10 * (1024 + 1)
 
 
-def test_a_large_image_keeps_torchvisions_own_network() -> None:
+def test_large_image_keeps_torchvisions_own_network() -> None:
     ours = models.build("resnet18", (3, 64, 64), 10, seed=0).eval()
     theirs = tv.resnet18(weights=None).eval()
     theirs.fc = nn.Identity()
@@ -224,7 +224,7 @@ def test_a_large_image_keeps_torchvisions_own_network() -> None:
 @pytest.mark.parametrize(
     "name", ["resnet10", "shufflenet-v2", "mobilenet-v1", "mobilenet-v2", "efficientnet-b0"]
 )
-def test_a_small_image_is_divided_by_eight(name: str) -> None:
+def test_small_image_is_divided_by_eight(name: str) -> None:
     """For a 32x32 image, the last convolution has 4x4 positions, not 1x1 as with the usual stem."""
     sides: list[int] = []
     with torch.device("meta"):
@@ -287,7 +287,7 @@ def test_shapes_hands_out_a_copy() -> None:
         ("math:pi", "model 'math:pi': 'pi' must be a function, got float"),
     ],
 )
-def test_a_wrong_name_is_explained(name: str, message: str) -> None:
+def test_invalid_name_raises(name: str, message: str) -> None:
     for ask in (
         lambda: models.build(name, (1, 8, 8), 2, seed=0),
         lambda: models.shapes(name, (1, 8, 8), 2),
@@ -298,7 +298,7 @@ def test_a_wrong_name_is_explained(name: str, message: str) -> None:
         assert str(caught.value) == message
 
 
-def test_a_shape_that_does_not_fit_is_explained() -> None:
+def test_unsupported_shape_raises() -> None:
     cases = {
         ("resnet10", (64,)): "images [C, H, W] of side 8 or more, got shape (64,)",
         ("vgg11", (1, 7, 28)): "images [C, H, W] of side 8 or more, got shape (1, 7, 28)",
@@ -317,7 +317,7 @@ def test_a_shape_that_does_not_fit_is_explained() -> None:
         assert str(caught.value) == f"model 'mlp': expected samples of any shape, got shape {shape}"
 
 
-def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
+def test_smallest_declared_side_is_supported() -> None:
     """The test above builds the models for images of side 8."""
     networks = [models.find(name) for name in NAMES]
     odd = {info.name: info.min_side for info in networks if info.min_side != 8}
@@ -370,7 +370,7 @@ def widths_in(name: str) -> tuple[int, ...]:
     return tuple(m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d))
 
 
-def test_table_1_is_as_printed_and_each_of_it_can_be_drawn() -> None:
+def test_models_equal_table_1_and_can_be_drawn() -> None:
     for number, widths in enumerate(TABLE_1, 1):
         assert widths_in(f"cofed-cnn{number}") == widths
         drawn = f"cofed-{'-'.join(map(str, widths))}"
@@ -381,7 +381,7 @@ def test_table_1_is_as_printed_and_each_of_it_can_be_drawn() -> None:
         assert str(tables) == str(generated)
 
 
-def test_a_pool_of_random_cnns_gives_each_client_its_own() -> None:
+def test_random_cnns_follow_the_published_generator() -> None:
     assigned = models.assign(["cofed-random"], 2000, 0)
     widths = [tuple(map(int, name.removeprefix("cofed-").split("-"))) for name in assigned]
     assert all(list(w) == sorted(w) and set(w) <= set(WIDTHS) for w in widths)
@@ -398,7 +398,7 @@ def test_a_pool_of_random_cnns_gives_each_client_its_own() -> None:
     assert len(set(assigned[:100])) > 60
 
 
-def test_random_cnns_hang_on_seed_and_client_alone() -> None:
+def test_random_cnns_depend_only_on_seed_and_client() -> None:
     assigned = models.assign(["cofed-random"], 20, 0)
     assert models.assign(["cofed-random"], 30, 0)[:20] == assigned
     assert models.assign(["cofed-random"], 20, 1) != assigned
@@ -409,7 +409,7 @@ def test_random_cnns_hang_on_seed_and_client_alone() -> None:
     models.check(assigned[0], "image", (1, 8, 8), 10, any_model=False)
 
 
-def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
+def test_random_cnn_outside_a_pool_of_images_raises() -> None:
     with pytest.raises(ModelError, match=r"'cofed-random'.*'cofed-20-20'"):
         models.build("cofed-random", (1, 8, 8), 10, seed=0)
     models.check("cofed-random", "image", (1, 8, 8), 10, any_model=False)
@@ -473,7 +473,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("function", ["pair", "whole", "deep"])
-def test_a_users_own_model(own: str, function: str) -> None:
+def test_custom_model_builds(own: str, function: str) -> None:
     name = f"{own}:{function}"
     before = torch.get_rng_state()
     model = models.build(name, (5,), 3, seed=0)
@@ -490,7 +490,7 @@ def test_a_users_own_model(own: str, function: str) -> None:
     assert models.assign([name], 2, 0) == [name, name]
 
 
-def test_a_users_own_model_gets_the_adapter(own: str) -> None:
+def test_custom_model_gets_the_adapter(own: str) -> None:
     model = models.build(f"{own}:pair", (5,), 3, seed=0, feature_dim=9)
     features, logits = model.features_and_logits(torch.zeros(4, 5))
     assert (features.shape, logits.shape) == ((4, 9), (4, 3))
@@ -515,7 +515,7 @@ def test_a_users_own_model_gets_the_adapter(own: str) -> None:
         ),
     ],
 )
-def test_a_wrong_own_model_is_explained(
+def test_invalid_custom_model_raises(
     own: str, function: str, feature_dim: int | None, message: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
@@ -524,7 +524,7 @@ def test_a_wrong_own_model_is_explained(
     assert str(caught.value) == f"model '{own}:{function}'{joint}{message}"
 
 
-def test_an_own_model_that_does_not_run_gives_torchs_reason_in_one_line(own: str) -> None:
+def test_failing_custom_model_raises_with_the_torch_error(own: str) -> None:
     message = r"failed for samples of shape \(5,\): RuntimeError: "
     with pytest.raises(ModelError, match=message) as caught:
         models.build(f"{own}:unfit", (5,), 3, seed=0)
@@ -668,7 +668,7 @@ def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("unsteady", "extractor.weight: changed by a second call of the function, expected the"),
     ],
 )
-def test_a_state_that_cannot_be_sent_or_saved_is_refused_with_its_name(
+def test_unsupported_state_of_a_custom_model_raises(
     states: str, function: str, message: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
@@ -679,11 +679,11 @@ def test_a_state_that_cannot_be_sent_or_saved_is_refused_with_its_name(
 
 
 @pytest.mark.parametrize("function", WORKING)
-def test_a_state_that_can_be_sent_and_saved_is_accepted(states: str, function: str) -> None:
+def test_supported_state_of_a_custom_model_is_accepted(states: str, function: str) -> None:
     models.check(f"{states}:{function}", "table", (5,), 3, any_model=False)
 
 
-def test_an_own_module_that_fails_to_import_gives_the_real_reason(
+def test_failing_import_of_a_custom_module_raises_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module_file(tmp_path, "fedhet_test_own_broken", "import no_such_thing\n")
@@ -694,7 +694,7 @@ def test_an_own_module_that_fails_to_import_gives_the_real_reason(
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 16, 29])
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_adaptive_means_are_pytorchs(length, pieces):
+def test_adaptive_means_equal_pytorch(length, pieces):
     x = torch.randn(3, 2, length, generator=torch.Generator().manual_seed(0), requires_grad=True)
     pooled = adaptive_means(x, pieces), nn.functional.adaptive_avg_pool1d(x, pieces)
     torch.testing.assert_close(*pooled)

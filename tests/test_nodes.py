@@ -100,7 +100,7 @@ def joining(grid):
     return Members(1.0, None, notices.append), Manager(grid), notices
 
 
-def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
+def test_name_belongs_to_its_registered_key(grid, joining):
     """In any order, the impostor is rejected, and does not lock out the owner of the name."""
     members, manager, notices = joining
     grid.add(1, claims="site-a", registered="site-b")
@@ -114,7 +114,7 @@ def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_of_two_keys_with_one_name_the_first_that_connects_takes_part(grid, joining, at_once):
+def test_first_of_two_keys_with_one_name_joins(grid, joining, at_once):
     members, manager, notices = joining
     grid.add(1, claims="site-a", registered="site-a")
     if not at_once:
@@ -124,7 +124,7 @@ def test_of_two_keys_with_one_name_the_first_that_connects_takes_part(grid, join
     assert notices == ["client site-a is excluded: another node uses this name"]
 
 
-def test_without_keys_the_first_has_the_name(grid, joining):
+def test_first_node_gets_the_name_without_keys(grid, joining):
     members, manager, notices = joining
     grid.add(1, claims="site-a")
     members.present(manager)
@@ -133,7 +133,7 @@ def test_without_keys_the_first_has_the_name(grid, joining):
     assert "client site-a is excluded: another node uses this name" in notices
 
 
-def test_a_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining):
+def test_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining):
     members, manager, notices = joining
     grid.add(1, claims="site-a")
     members.present(manager)
@@ -149,7 +149,7 @@ def test_a_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining
     assert list(members.present(manager)) == ["site-a"]
 
 
-def test_nothing_is_concluded_of_a_node_that_is_gone_before_its_key_is_looked_up(grid, joining):
+def test_node_gone_before_its_key_is_read_is_ignored(grid, joining):
     members, manager, notices = joining
     grid.add(1, claims="site-a", registered="site-b")
     proxies = manager.all()
@@ -159,7 +159,7 @@ def test_nothing_is_concluded_of_a_node_that_is_gone_before_its_key_is_looked_up
     assert "node 1 did not register: node 1 is no longer online" in notices[0]
 
 
-def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joining):
+def test_node_without_description_is_named_by_its_key(grid, joining):
     members, manager, notices = joining
     grid.add(1, claims="a name with spaces", registered="site-b")
     grid.add(2, claims="another one")
@@ -171,7 +171,7 @@ def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joini
     ]
 
 
-def test_a_site_that_refuses_an_unsigned_run_is_excluded_with_the_way_to_sign_it(grid, joining):
+def test_site_that_refuses_an_unsigned_run_is_excluded_with_the_way_to_sign_it(grid, joining):
     members, manager, notices = joining
     grid.add(1, "a", registered="a")
     grid.error, grid.given_up = UNVERIFIED, {"message-0"}
@@ -182,7 +182,7 @@ def test_a_site_that_refuses_an_unsigned_run_is_excluded_with_the_way_to_sign_it
     assert len(grid.sent) == 1, "the same run has the same signature, so it is not sent again"
 
 
-def test_a_node_of_a_simulation_has_no_registered_name():
+def test_node_of_a_simulation_has_no_registered_name():
     assert registered_name(SimpleNamespace(cid="client-0", grid=None)) == ""
 
 
@@ -198,7 +198,7 @@ def asking(grid, seconds=3600.0):
     return proxy.fit(FitIns(Parameters([b"weights"], ""), {"evaluate": True}), seconds, 3)
 
 
-def test_a_node_that_restarts_while_it_owes_an_answer_is_asked_again(grid):
+def test_node_that_restarts_before_replying_is_called_again(grid):
     grid.meanwhile = lambda grid: restarts(grid, 3)
     grid.answers = lambda message: message is grid.sent[-1][1] and len(grid.sent) == 2
     assert asking(grid).num_examples == 7
@@ -210,7 +210,7 @@ def test_a_node_that_restarts_while_it_owes_an_answer_is_asked_again(grid):
     assert compat.recorddict_to_fitins(second.content, True).parameters.tensors == [b"weights"]
 
 
-def test_a_node_that_restarts_while_it_describes_itself_is_asked_again(grid, joining):
+def test_node_that_restarts_while_describing_itself_is_called_again(grid, joining):
     members, manager, notices = joining
     members._timeout = 3600.0
     grid.add(1, claims="site-a")
@@ -221,7 +221,7 @@ def test_a_node_that_restarts_while_it_describes_itself_is_asked_again(grid, joi
     assert grid.clock.now < 60, "seconds until it was asked again and has answered"
 
 
-def test_a_node_that_restarts_again_is_asked_again_each_time(grid):
+def test_node_is_called_again_after_each_restart(grid):
     def meanwhile(grid):
         if grid.looks % 10 == 0:
             grid.online[1].last_activated_at += "+"
@@ -237,7 +237,7 @@ def test_a_node_that_restarts_again_is_asked_again_each_time(grid):
     assert left == sorted(left, reverse=True)
 
 
-def test_the_message_that_the_former_session_took_may_expire(grid):
+def test_message_taken_by_the_former_session_may_expire(grid):
     def meanwhile(grid):
         restarts(grid, 3)
         if grid.looks > 10:
@@ -249,7 +249,7 @@ def test_the_message_that_the_former_session_took_may_expire(grid):
     assert len(grid.sent) == 2
 
 
-def test_quick_replies_are_looked_for_often_and_slow_ones_or_many_nodes_rarely(grid):
+def test_polling_slows_down_for_slow_replies_and_many_nodes(grid):
     known = Nodes(grid)
     assert [known.poll_interval(waited) for waited in (0, 1, 10, 60)] == [0.2, 0.2, 1.0, 3.0]
     for number in range(100):
@@ -262,7 +262,7 @@ def test_quick_replies_are_looked_for_often_and_slow_ones_or_many_nodes_rarely(g
     assert known.poll_interval(0) == 3.0
 
 
-def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, monkeypatch):
+def test_node_killed_while_replying_is_called_again(grid, monkeypatch):
     """Flower waits for the rest of the first reply, which never arrives."""
     monkeypatch.setattr(nodes, "POLL_SECONDS", 0.01)
     over, pull = threading.Event(), grid.pull_messages
@@ -284,7 +284,7 @@ def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, mon
     over.set()
 
 
-def test_a_look_that_fails_is_an_error(grid):
+def test_failed_poll_raises(grid):
     def pull_messages(numbers):
         raise ConnectionError("the server is gone")
 
@@ -293,7 +293,7 @@ def test_a_look_that_fails_is_an_error(grid):
         asking(grid)
 
 
-def test_a_message_whose_time_is_over_fails(grid):
+def test_expired_message_fails(grid):
     def meanwhile(grid):
         if grid.looks > 10:
             grid.given_up = {number for number, _ in grid.sent}
@@ -305,7 +305,7 @@ def test_a_message_whose_time_is_over_fails(grid):
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-def test_a_node_whose_reply_is_lost_is_asked_again(grid, lost):
+def test_node_with_a_lost_reply_is_called_again(grid, lost):
     """The SuperLink has the reply's header, but not all of its arrays."""
     grid.error, grid.given_up = LOST, {f"message-{number}" for number in range(lost)}
     assert asking(grid).num_examples == 7
@@ -315,14 +315,14 @@ def test_a_node_whose_reply_is_lost_is_asked_again(grid, lost):
     assert last.metadata.ttl <= first.metadata.ttl
 
 
-def test_replies_that_are_always_lost_are_an_error(grid):
+def test_repeatedly_lost_replies_raise(grid):
     grid.error, grid.given_up = LOST, {f"message-{number}" for number in range(100)}
     with pytest.raises(ValueError, match="objects"):
         asking(grid)
     assert len(grid.sent) == 1 + nodes.MAX_LOST_REPLIES
 
 
-def test_a_node_that_is_offline_after_its_reply_is_lost_is_not_asked_again(grid):
+def test_offline_node_with_a_lost_reply_is_not_called_again(grid):
     def meanwhile(grid):
         if grid.looks == 3:
             grid.online.pop(1)
@@ -335,13 +335,13 @@ def test_a_node_that_is_offline_after_its_reply_is_lost_is_not_asked_again(grid)
     assert grid.clock.now < 60, "seconds until the error"
 
 
-def test_a_node_that_is_slow_is_asked_once(grid):
+def test_slow_node_is_called_once(grid):
     grid.answers = lambda message: grid.looks > 50
     asking(grid)
     assert len(grid.sent) == 1
 
 
-def test_a_node_that_is_offline_for_a_while_is_asked_again_when_it_is_back(grid):
+def test_returning_node_is_called_again(grid):
     def meanwhile(grid):
         if grid.looks == 3:
             grid.gone = grid.online.pop(1)
@@ -383,7 +383,7 @@ def test_only_a_few_messages_are_in_memory_at_once():
     assert not transfers._started
 
 
-def test_a_transfer_that_hangs_keeps_nobody_waiting():
+def test_hanging_transfer_blocks_no_other_node():
     transfers, done, started = (
         TransferLimiter(max_transfers=1, max_seconds=0.1),
         threading.Event(),
@@ -398,7 +398,7 @@ def test_a_transfer_that_hangs_keeps_nobody_waiting():
     hanging.join(10)
 
 
-def test_an_error_ends_a_transfer():
+def test_error_ends_a_transfer():
     transfers = TransferLimiter(max_transfers=1)
     with pytest.raises(OSError, match="cut"), transfers.turn():
         raise OSError("cut")
@@ -406,7 +406,7 @@ def test_an_error_ends_a_transfer():
         pass
 
 
-def test_every_message_of_a_deployment_takes_its_turn(grid):
+def test_messages_of_a_deployment_are_limited(grid):
     grid.add(1, claims="site-a", registered="site-a")
     taken = []
 

@@ -43,7 +43,7 @@ def shown(notebook):
     return ["\n".join(texts) for texts in outputs]
 
 
-def test_the_notebook_shows_what_it_stores(tmp_path, monkeypatch):
+def test_notebook_outputs_are_current(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before, after = shown(stored()), shown(executed(tmp_path))
@@ -54,7 +54,7 @@ def test_the_notebook_shows_what_it_stores(tmp_path, monkeypatch):
         assert numbers[1] == pytest.approx(numbers[0], rel=0.02, abs=0.1)
 
 
-def test_the_notebook_is_stored_whole_and_names_no_machine():
+def test_notebook_is_complete_and_contains_no_paths():
     text = NOTEBOOK.read_text()
     assert not re.search(r"/(tmp|home|root|work|Users|private|var)/", text)
     codes = [cell for cell in stored().cells if cell.cell_type == "code"]
@@ -62,7 +62,7 @@ def test_the_notebook_is_stored_whole_and_names_no_machine():
     assert sum(bool(cell.outputs) for cell in codes) == len(codes) - 1  # all but the imports
 
 
-def test_its_predictions_are_right():
+def test_predictions_of_the_notebook_are_correct():
     (images,) = (text for text in shown(stored()) if text.startswith("(['0'"))
     assert images.startswith("(['0', '1', '2', '3', '4'], 0.")
     assert float(images.rstrip(")").rpartition(" ")[2]) > 0.8

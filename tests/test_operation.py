@@ -63,7 +63,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_unit_starts_an_authenticated_process_without_rights(name):
+def test_unit_starts_an_authenticated_process_without_privileges(name):
     service = unit(name)["Service"]
     command, authenticates, user = UNITS[name]
     words = shlex.split(*service["ExecStart"])
@@ -84,7 +84,7 @@ def test_no_unit_opens_the_control_api_to_other_machines():
     assert words.count("--host") == 1
 
 
-def test_every_site_that_is_shipped_runs_only_signed_apps():
+def test_every_site_unit_runs_only_signed_apps():
     service = unit("fedhet-site@.service")["Service"]
     words = shlex.split(*service["ExecStart"])
     trusted = words[words.index("--trusted-entities") + 1]
@@ -98,7 +98,7 @@ def test_every_site_that_is_shipped_runs_only_signed_apps():
     assert server["command"][:2] == ["fedhet", "superlink"], "Flower's server drops signatures"
 
 
-def test_no_two_units_share_a_user_and_none_reads_the_keys_of_another():
+def test_units_have_separate_users_and_keys():
     users = [unit("fedhet-server.service"), unit("fedhet-site@.service", "site-a")]
     users.append(unit("fedhet-site@.service", "site-b"))
     assert len({each["Service"]["User"][0] for each in users}) == 3
@@ -111,7 +111,7 @@ def test_no_two_units_share_a_user_and_none_reads_the_keys_of_another():
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_unit_has_a_home_a_cache_and_the_programs_that_flower_starts(name):
+def test_unit_has_a_home_a_cache_and_the_programs_that_flower_starts(name):
     service = unit(name)["Service"]
     variables, user = environment(service), UNITS[name][2]
     assert service["StateDirectory"] == service["CacheDirectory"] == [user]
@@ -133,7 +133,7 @@ CACHES = {"MPLCONFIGDIR", "TORCH_HOME", "HF_HOME"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_between_processes_with_the_units_commands_and_environments(tmp_path):
+def test_run_between_processes_with_the_units_commands_and_environments(tmp_path):
     """Start the commands of both units with only their variables, below another root."""
     control, fleet = free_port(), free_port()
     keys = tmp_path / "etc/fedhet/keys"
@@ -204,7 +204,7 @@ def pods():
     return [each for each in manifests() if each["kind"] == "StatefulSet"]
 
 
-def test_a_pod_runs_as_the_images_user_without_rights():
+def test_pods_run_as_the_image_user_without_privileges():
     assert [pod["metadata"]["name"] for pod in pods()] == ["fedhet-server", "site-a"]
     for pod in pods():
         spec = pod["spec"]["template"]["spec"]
@@ -223,7 +223,7 @@ def test_a_pod_runs_as_the_images_user_without_rights():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_pod_has_probes_of_what_it_serves(index):
+def test_pods_have_probes(index):
     (container,) = pods()[index]["spec"]["template"]["spec"]["containers"]
     probes = {"livenessProbe", "readinessProbe"}
     assert probes <= container.keys()
@@ -242,7 +242,7 @@ def by_kind(kind):
     return [each["spec"] for each in manifests() if each["kind"] == kind]
 
 
-def test_the_control_api_has_no_service_and_policies_let_in_the_fleet_alone():
+def test_control_api_has_no_service_and_policies_let_in_the_fleet_alone():
     (service,) = by_kind("Service")
     assert [port["port"] for port in service["ports"]] == [9092]
     assert service["type"] == "LoadBalancer", "the sites are outside the cluster"
@@ -255,7 +255,7 @@ def test_the_control_api_has_no_service_and_policies_let_in_the_fleet_alone():
     assert [port["containerPort"] for port in container["ports"]] == [9092]
 
 
-def test_a_site_in_kubernetes_reaches_only_the_server_and_the_clusters_dns():
+def test_site_in_kubernetes_reaches_only_the_server_and_the_clusters_dns():
     server, site = by_kind("NetworkPolicy")
     assert server["egress"] == []
     assert site["ingress"] == []

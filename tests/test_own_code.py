@@ -58,7 +58,7 @@ def words(own, tmp_path, backend, *more):
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_an_error_of_ones_own_code_ends_a_simulation_and_says_where(own, tmp_path, call, backend):
+def test_error_in_user_code_ends_a_simulation_with_its_location(own, tmp_path, call, backend):
     status, said, fault = call(*words(own, tmp_path, backend))
     assert status == 2, said
     one_line = " ".join(fault.split())
@@ -72,7 +72,7 @@ def test_an_error_of_ones_own_code_ends_a_simulation_and_says_where(own, tmp_pat
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_a_model_without_gradients_that_fails_ends_a_simulation_too(own, tmp_path, call, backend):
+def test_failing_classical_model_ends_a_simulation(own, tmp_path, call, backend):
     model = own.replace("tired", "unfit")
     status, said, fault = call(*words(model, tmp_path, backend))
     assert status == 2, said
@@ -83,7 +83,7 @@ def test_a_model_without_gradients_that_fails_ends_a_simulation_too(own, tmp_pat
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_model_that_predicts_no_classes_ends_a_simulation(own, tmp_path, call):
+def test_model_that_predicts_no_classes_ends_a_simulation(own, tmp_path, call):
     model = own.replace("tired", "halves")
     status, said, fault = call(*words(model, tmp_path, "inline"))
     assert status == 2, said
@@ -91,7 +91,7 @@ def test_a_model_that_predicts_no_classes_ends_a_simulation(own, tmp_path, call)
     assert ".py" not in fault  # nothing of one's own was on the way
 
 
-def test_scikit_learns_own_failures_cost_only_their_client(own, tmp_path, call, monkeypatch):
+def test_failure_of_scikit_learn_affects_one_client(own, tmp_path, call, monkeypatch):
     from sklearn.tree import DecisionTreeClassifier
 
     def failing(self, x, y):
@@ -103,7 +103,7 @@ def test_scikit_learns_own_failures_cost_only_their_client(own, tmp_path, call, 
     assert "cannot be fitted: ValueError: a tree of stone" in " ".join(said.split())
 
 
-def test_without_strict_the_others_go_on_and_each_kind_is_shown_once(own, tmp_path, call):
+def test_other_clients_continue_without_strict(own, tmp_path, call):
     status, said, _ = call(*words(own, tmp_path, "inline", "--no-strict"))
     assert status == 0
     assert said.count('raise TypeError("my own bug")') == 1
@@ -113,7 +113,7 @@ def test_without_strict_the_others_go_on_and_each_kind_is_shown_once(own, tmp_pa
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_a_model_that_the_method_cannot_use_is_refused_before_round_1(own, tmp_path, call, backend):
+def test_unsupported_custom_model_raises_before_round_1(own, tmp_path, call, backend):
     model = own.replace("tired", "fixed")
     _, _, *settings = words(model, tmp_path, backend)
     status, said, fault = call("run", "felo", *settings)
@@ -154,7 +154,7 @@ def greedy(tmp_path, monkeypatch, own):
 
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
-def test_who_finds_too_little_memory_on_a_gpu_is_asked_again_alone(greedy, tmp_path, call, backend):
+def test_client_out_of_gpu_memory_is_called_alone(greedy, tmp_path, call, backend):
     status, said, fault = call(*words(greedy, tmp_path, backend))
     assert status == 0, fault
     again = "client-0 ran out of GPU memory and is called again without other clients"
@@ -164,9 +164,7 @@ def test_who_finds_too_little_memory_on_a_gpu_is_asked_again_alone(greedy, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_who_does_not_fit_even_alone_fails_and_the_others_go_on(
-    greedy, tmp_path, call, monkeypatch, backend
-):
+def test_client_that_does_not_fit_alone_fails(greedy, tmp_path, call, monkeypatch, backend):
     monkeypatch.setenv("FEDHET_TEST_ALWAYS", "yes")
     status, _, fault = call(*words(greedy, tmp_path, backend))
     assert status == 0, fault

@@ -34,7 +34,7 @@ TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 
 @given(times=TIMES, enough=st.integers(1, 9), grace=st.integers(0, 20), timeout=st.integers(1, 50))
-def test_a_round_closes_as_if_every_second_were_watched(times, enough, grace, timeout):
+def test_round_closes_like_a_simulation_by_the_second(times, enough, grace, timeout):
     """Check at each second whether the round closes, literally.
 
     It closes if all clients have replied, if enough replies are old enough, or at the timeout. Both
@@ -77,16 +77,16 @@ def test_a_round_closes_as_if_every_second_were_watched(times, enough, grace, ti
         ({"over_selection": 0.5}, 10, 4, 4),
     ],
 )
-def test_enough_is_a_share_of_what_is_needed_or_a_number(given_, needed, awaited, expected):
+def test_sufficient_replies_are_a_fraction_or_a_number(given_, needed, awaited, expected):
     assert closing(PaceSettings(**given_), needed, awaited).min_replies == expected
 
 
-def test_how_many_are_asked():
+def test_number_of_sampled_clients():
     assert [clients_per_round(20, share) for share in (0.5, 1.0, 0.01, 0.125)] == [10, 20, 1, 3]
     assert [clients_to_sample(10, share) for share in (0.0, 0.3, 0.01)] == [10, 13, 11]
 
 
-def test_a_timeout_in_times_of_the_usual_round():
+def test_timeout_is_a_multiple_of_the_usual_round():
     pace = PaceSettings(timeout="3x")
     assert closing(pace, 1, 1).timeout == math.inf
     assert closing(pace, 1, 1, [1.0, 9.0, 2.0]).timeout == 6.0
@@ -104,24 +104,24 @@ def test_a_timeout_in_times_of_the_usual_round():
         ({"candidates": 3}, "expected 0 unless 'pace.select' is power-of-choice"),
     ],
 )
-def test_a_pace_that_is_not_allowed_says_what_is(changes, words):
+def test_invalid_pace_raises(changes, words):
     with pytest.raises(SettingsError, match=words):
         resolve(settings("fedavg", **changes))
 
 
-def test_a_method_whose_answers_belong_to_a_round_cannot_be_asynchronous():
+def test_synchronous_method_raises_with_asynchronous_pace():
     with pytest.raises(SettingsError, match=r"fedmd.*synchronous"):
         resolve({**settings("fedmd"), "pace.mode": "asynchronous"})
 
 
-def test_the_weight_of_a_late_answer():
+def test_weight_of_a_late_reply():
     assert staleness_weight(0) == 1
     assert staleness_weight(3) == 0.5
     assert staleness_weight(8) == pytest.approx(1 / 3)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.1, 2))
-def test_an_average_of_carried_over_weights_is_a_step_of_fedbuff(seed, clients, server_lr):
+def test_average_of_rebased_weights_is_a_fedbuff_step(seed, clients, server_lr):
     """FedBuff, Algorithm 1: w + eta / K sum_k s(tau_k) Delta_k, weighted by samples."""
     rng = np.random.default_rng(seed)
     now = rng.standard_normal(5)
@@ -136,7 +136,7 @@ def test_an_average_of_carried_over_weights_is_a_step_of_fedbuff(seed, clients, 
     np.testing.assert_allclose(average, now + server_lr * step, rtol=1e-9, atol=1e-9)
 
 
-def test_what_is_carried_over_keeps_its_type_and_its_range():
+def test_rebased_weights_keep_type_and_range():
     counter = rebase(np.array(3), np.array(9), np.array(5), 0.5, None)
     assert counter == 9
     one = np.float32([1.0])
@@ -145,7 +145,7 @@ def test_what_is_carried_over_keeps_its_type_and_its_range():
     assert variance.dtype == np.float32
 
 
-def test_a_client_takes_its_work_by_its_speed_and_its_bytes_by_its_bandwidth(tmp_path):
+def test_client_duration_is_work_over_speed_plus_bytes_over_bandwidth(tmp_path):
     file = tmp_path / "devices.csv"
     file.write_text("client,sample-ms,mbit\nb,2,8\na,10,80\n")
     clock = SimulatedClock(PaceSettings(clock=str(file), stragglers=1.0, slowdown=4.0), 0)
@@ -155,7 +155,7 @@ def test_a_client_takes_its_work_by_its_speed_and_its_bytes_by_its_bandwidth(tmp
         clock.seconds("c", 1, 1, 1)
 
 
-def test_devices_are_drawn_by_the_seed_and_spread_as_asked():
+def test_devices_are_drawn_by_seed_with_the_given_spread():
     pace = PaceSettings(clock="log-normal", spread=0.5, sample_ms=3.0, mbit=40.0)
     drawn = [SimulatedClock(pace, 7).device(f"client-{k}") for k in range(2000)]
     for found, middle in (("sample_ms", 3.0), ("mbit", 40.0)):
@@ -186,14 +186,14 @@ def test_measured_devices_without_names_are_drawn(tmp_path):
         (b"\xff\xfe\x00", "expected none, log-normal, or the path of a CSV file"),
     ],
 )
-def test_a_file_of_devices_that_cannot_be_used_says_where(tmp_path, text, words):
+def test_invalid_device_file_raises_with_the_location(tmp_path, text, words):
     file = tmp_path / "devices.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingsError, match=words):
         read_devices(file)
 
 
-def test_a_file_of_devices_that_is_not_there(tmp_path):
+def test_missing_device_file_raises(tmp_path):
     with pytest.raises(SettingsError, match="log-normal"):
         read_devices(tmp_path / "lognormal")
 
@@ -209,7 +209,7 @@ def reply():
     return FitRes(Status(Code.OK, ""), Parameters([b"payload"], ""), 1, {})
 
 
-def test_whichever_comes_first_decides_whether_a_reply_is_late():
+def test_first_event_decides_if_a_reply_is_late():
     """One of two calls finishes before its round closes, and the other afterwards."""
     gate, stored = threading.Event(), []
 
@@ -241,7 +241,7 @@ def test_whichever_comes_first_decides_whether_a_reply_is_late():
     pool.shutdown()
 
 
-def test_a_late_reply_that_cannot_be_stored_is_a_failure():
+def test_failed_storage_of_a_late_reply_is_a_failure():
     def full(call, result):
         raise StateError("disk full")
 
@@ -257,7 +257,7 @@ def test_a_late_reply_that_cannot_be_stored_is_a_failure():
     pool.shutdown()
 
 
-def test_an_idle_thread_keeps_no_reply_in_memory():
+def test_idle_thread_keeps_no_reply_in_memory():
     result = reply()
     client = SimpleNamespace(cid="1", fit=lambda *_: result)
     pool = CallPool(1, lambda call, result: result)

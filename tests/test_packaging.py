@@ -60,13 +60,13 @@ def names_in(archive):
     return names
 
 
-def test_the_wheel_holds_fedhet_and_no_other_package(project, tmp_path):
+def test_wheel_contains_only_fedhet(project, tmp_path):
     with zipfile.ZipFile(built(project, "wheel", tmp_path)) as wheel:
         names = {name for name in names_in(wheel) if ".dist-info/" not in name}
     assert names == package_of(project)
 
 
-def test_a_wheel_can_be_built_of_the_sdist(project, tmp_path):
+def test_wheel_can_be_built_of_the_sdist(project, tmp_path):
     with tarfile.open(built(project, "sdist", tmp_path / "sdist")) as sdist:
         names = {name.partition("/")[2] for name in names_in(sdist)}
         sdist.extractall(tmp_path / "unpacked", filter="data")
@@ -85,7 +85,7 @@ def bundle(project):
         yield archive
 
 
-def test_flowers_bundle_holds_every_file_of_the_package_but_type_stubs(project, bundle):
+def test_flower_bundle_contains_the_package_except_type_stubs(project, bundle):
     """Flower silently drops files by suffix, such as templates, styles, and fonts."""
     names = set(names_in(bundle))
     assert names >= {name for name in package_of(project) if not name.endswith(".pyi")}

@@ -39,7 +39,7 @@ def command(*words):
 
 
 @pytest.mark.parametrize("colluding", [1, 2, 3])
-def test_a_threshold_leaves_two_honest_sites_in_every_sum(colluding):
+def test_threshold_leaves_two_honest_sites_in_every_sum(colluding):
     """Bonawitz et al. 2017, section 6.2: t > (n + c) / 2, here by one more; and t > 2n / 3."""
     for n in range(colluding + 2, 60):
         peers = Peers(
@@ -59,7 +59,7 @@ def test_thresholds_are_those_of_the_documentation():
     assert [peers.threshold(n) for n in (3, 4, 5, 10, 50)] == [3, 4, 4, 7, 34]
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path):
+def test_peers_file_round_trips(tmp_path):
     weighty = replace(SITES[4], weight=4)
     peers = Peers((weighty, *SITES[3::-1]), colluding=2, least=4, server="malicious")
     secure.write_peers(tmp_path / "peers.toml", peers)
@@ -71,7 +71,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         secure.write_peers(tmp_path / "peers.toml", peers)
 
 
-def test_the_digest_covers_every_value():
+def test_digest_covers_every_value():
     base = Peers(SITES, 1, 3)
     sites = [[f"site-{k}", KEYS[k].hex(), ["0", "10"], 1] for k in range(5)]
     expected = b"fedhet peers\0" + json.dumps([2, 1, 3, "curious", sites]).encode()
@@ -106,7 +106,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "fault"), BAD.items(), ids=BAD.values())
-def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
+def test_damaged_file_raises_with_its_name(tmp_path, text, fault):
     path = tmp_path / "peers.toml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=fault) as caught:
@@ -140,12 +140,12 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
         ((*SITES, ("b", KEYS[5], (), 6)), {}, "no site with more weight than the other sites"),
     ],
 )
-def test_a_rule_that_protects_nobody_is_refused(sites, rules, fault):
+def test_ineffective_rule_raises(sites, rules, fault):
     with pytest.raises(SettingsError, match=fault):
         Peers(tuple(site if isinstance(site, Peer) else Peer(*site) for site in sites), **rules)
 
 
-def test_a_stranger_is_named():
+def test_unknown_site_raises():
     with pytest.raises(SettingsError, match="site-9"):
         Peers(SITES).peer("site-9")
 
@@ -155,7 +155,7 @@ def test_holders_of_a_class_are_the_sites_that_list_it():
     assert peers.holders == {0: {*peers.names} - {"b"}, 10: {*peers.names} - {"b"}, 1: {"b"}}
 
 
-def test_only_its_owner_reads_a_key(tmp_path):
+def test_key_readable_by_others_raises(tmp_path):
     private, shared = write_key(tmp_path / "keys", "site-0", ["3", "1"])
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     assert stat.S_IMODE(private.parent.stat().st_mode) == 0o700
@@ -195,7 +195,7 @@ def test_only_its_owner_reads_a_key(tmp_path):
         (0o601, "self", "own", False),
     ],
 )
-def test_a_key_may_be_readable_by_a_group_of_the_process(
+def test_key_may_be_readable_by_a_group_of_the_process(
     monkeypatch, tmp_path, mode, owner, group, accepted
 ):
     """The process runs as user 4001 with the groups 4001 and 10001."""
@@ -226,9 +226,7 @@ def test_a_key_may_be_readable_by_a_group_of_the_process(
     [((2, 4, os.geteuid()), True), ((2, 4, 12345), False), ((2, 0, 12345), True),
      ((8, 4, 12345), False), ((8, 4, os.getegid()), True)],
 )  # fmt: skip
-def test_a_key_that_an_access_control_list_opens_for_others_is_refused(
-    tmp_path, monkeypatch, entry, accepted
-):
+def test_key_opened_by_an_acl_raises(tmp_path, monkeypatch, entry, accepted):
     private, _ = write_key(tmp_path, "site-0")
     anyone = 2**32 - 1
     entries = sorted([(1, 6, anyone), entry, (4, 0, anyone), (16, 4, anyone), (32, 0, anyone)])
@@ -243,7 +241,7 @@ def test_a_key_that_an_access_control_list_opens_for_others_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_an_unprivileged_process_reads_the_key_that_a_container_runtime_mounts(tmp_path):
+def test_unprivileged_process_reads_the_key_that_a_container_runtime_mounts(tmp_path):
     """The files are real: a key of root, in a group that the reader has."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folder is root's alone
         Path(folder).chmod(0o755)
@@ -265,7 +263,7 @@ def test_an_unprivileged_process_reads_the_key_that_a_container_runtime_mounts(t
     assert results == [True, True, False, False]
 
 
-def test_a_file_without_a_key_of_the_right_kind_is_one_error(tmp_path):
+def test_file_without_a_valid_key_raises(tmp_path):
     path = tmp_path / "a.key"
     path.write_bytes(b"nothing")
     path.chmod(0o600)
@@ -332,7 +330,7 @@ def test_sites_join_their_files_and_see_one_digest(tmp_path):
         (["certs", "x", "--peer", "/a"], "name: expected letters"),
     ],
 )
-def test_wrong_options_are_one_line(tmp_path, monkeypatch, words, fault):
+def test_invalid_options_raise(tmp_path, monkeypatch, words, fault):
     monkeypatch.chdir(tmp_path)
     result = command(*words)
     assert result.exit_code
@@ -347,7 +345,7 @@ def node_of(tmp_path, name="site-0", **changes):
     return {"partition-id": 0, "name": "site-0", "peers": file, "peers-key": key, **changes}, peers
 
 
-def test_a_site_with_peers_takes_part_in_no_other_run(tmp_path):
+def test_site_with_peers_rejects_other_runs(tmp_path):
     values, _ = node_of(tmp_path)
     settings = NodeSettings.model_validate(values)
     masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True})
@@ -356,7 +354,7 @@ def test_a_site_with_peers_takes_part_in_no_other_run(tmp_path):
         within_limits(small("fedavg", clients=3), settings)
 
 
-def test_a_site_with_peers_ignores_the_limit_of_a_run_for_class_means(tmp_path, caplog):
+def test_site_with_peers_ignores_the_limit_of_a_run_for_class_means(tmp_path, caplog):
     values, _ = node_of(tmp_path, **{"min-samples-per-class": 3})
     for limit in (1, 3, 50):
         changes = {"privacy.secure-aggregation": True, "engine.min-samples-per-class": limit}
@@ -383,7 +381,7 @@ def test_sites_of_a_local_deployment_have_the_limit_of_its_run(tmp_path, monkeyp
     ("name", "value"),
     [("lr", 0.5), ("optimizer", "sgd"), ("local-epochs", 2), ("batch-size", 8)],
 )
-def test_a_site_with_peers_has_no_training_settings_of_its_own(tmp_path, name, value):
+def test_site_with_peers_has_no_training_settings_of_its_own(tmp_path, name, value):
     """If only this site trained, a server would learn its update from the sum."""
     values, _ = node_of(tmp_path)
     masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True}).run
@@ -392,7 +390,7 @@ def test_a_site_with_peers_has_no_training_settings_of_its_own(tmp_path, name, v
         read_node({**values, name: value}, masked)
 
 
-def test_a_node_has_the_key_that_its_peers_know(tmp_path):
+def test_node_key_must_match_the_peers_file(tmp_path):
     masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True}).run
     values, peers = node_of(tmp_path)
     node = read_node(values, masked)

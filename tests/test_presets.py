@@ -127,7 +127,7 @@ EXPERIMENTS = {
 
 @pytest.mark.parametrize(("dataset", "iid", "pool"), EXPERIMENTS)
 @pytest.mark.parametrize("method", ["felo", "velo", "local"])
-def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
+def test_felo_presets_equal_the_paper(method, dataset, iid, pool):
     """The presets also apply to local training, with the same split and budget."""
     names, fraction = EXPERIMENTS[dataset, iid, pool]
     own = "velo" if method == "velo" else "felo"
@@ -160,13 +160,13 @@ def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
         ("cifar10-extreme", "cifar10,extreme"),
     ],
 )
-def test_felos_named_experiments_are_also_put_together(method, name, parts):
+def test_combined_felo_presets_equal_named_presets(method, name, parts):
     whole, joined = (resolve(read_preset(f"{method}-{each}")).flat() for each in (name, parts))
     assert whole == joined
 
 
 @pytest.mark.parametrize("preset", ["velo-cifar10-iid", "velo-cifar10"])
-def test_velos_table_4_is_a_sweep(preset):
+def test_table_4_of_velo_is_a_sweep(preset):
     """`fedhet sweep velo interval=1,2,3,4,5,6,8,10 --preset …`."""
     name, swept = read_sweep("interval=1,2,3,4,5,6,8,10", "velo")
     configs = [resolve({**gather("velo", preset), name: value}) for value in swept]
@@ -176,7 +176,7 @@ def test_velos_table_4_is_a_sweep(preset):
 
 @pytest.mark.parametrize("alpha", [None, 0.1, 0.5, 1])
 @pytest.mark.parametrize("method", ["felo", "velo", "local"])
-def test_the_small_experiment_of_felos_is_the_same_with_every_method(method, alpha):
+def test_small_felo_experiment_is_equal_for_every_method(method, alpha):
     names = "felo-fmnist-small" + (f",alpha-{alpha}" if alpha else "")
     config = resolve(gather(method, names))
     run = config.run
@@ -298,7 +298,7 @@ TABLE_8 = {"attack.kind": "paf", "attack.attackers": 0}  # 0 is one client a rou
         ("um-pfssl-cifar10", "cifar10", UM_PFSSL),
     ],
 )
-def test_a_preset_has_the_papers_numbers(name, dataset, expected):
+def test_preset_equals_the_paper(name, dataset, expected):
     found = resolve(read_preset(name)).flat()
     assert {key: found[key] for key in expected} == expected
     assert found["data.dataset"] == dataset
@@ -308,7 +308,7 @@ PAIRED = {"euclidean": 0.1, "mse": 10.0}
 
 
 @pytest.mark.parametrize("name", [n for n in preset_names() if "fedtgp" in n])
-def test_a_preset_mixes_no_distance_with_the_weight_of_the_other(name):
+def test_preset_pairs_distance_and_weight(name):
     own = resolve(read_preset(name)).method_settings
     weight, distance = own.pull
     assert weight == PAIRED[distance]
@@ -320,7 +320,7 @@ FULL_SIZE = [
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_fedgems_has_as_many_images_as_in_the_paper(name):
+def test_fedgems_image_counts_equal_the_paper(name):
     """Half of 60,000 images is public.
 
     Five sixths of each half are for training, and 5,000 images for testing.
@@ -345,12 +345,12 @@ def test_every_column_and_row_of_fedtypes_table_1(alpha, aggregation):
     assert {key: found[key] for key in expected} == expected
 
 
-def test_a_later_preset_overrides_an_earlier_one():
+def test_later_preset_overrides_an_earlier_one():
     assert read_preset("demo,alpha-0.1")["data.alpha"] == 0.1
     assert read_preset("alpha-0.1,demo")["data.alpha"] == 0.5
 
 
 @pytest.mark.parametrize("names", ["demo,", ",demo", "demo,,demo", "demo alpha-1", "demo,alpha-2"])
-def test_every_name_of_a_list_must_exist(names):
+def test_unknown_preset_in_a_list_raises(names):
     with pytest.raises(SettingsError, match="unknown preset"):
         read_preset(names)

@@ -56,7 +56,7 @@ def features_by_hand(network, x):
 
 @pytest.mark.parametrize("how", ["pretrained", "frozen"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_features_are_those_of_the_weights(weights, how, channels):
+def test_features_equal_those_of_the_weights(weights, how, channels):
     _, network = weights
     x = torch.rand(3, channels, 8, 8) * 2 - 1
     model = build(f"{BASE}-{how}", (channels, 8, 8), 4, seed=0).eval()
@@ -69,7 +69,7 @@ def test_the_features_are_those_of_the_weights(weights, how, channels):
     assert logits.shape == (3, 4)
 
 
-def test_a_frozen_network_is_no_part_of_the_weights(weights):
+def test_frozen_network_is_not_sent(weights):
     frozen = build(f"{BASE}-frozen", (1, 8, 8), 4, seed=0)
     assert set(frozen.state_dict()) == {"classifier.weight", "classifier.bias"}
     frozen.train()
@@ -96,13 +96,13 @@ def test_shapes_need_no_weights(tmp_path, monkeypatch):
     assert len(str(told.value).splitlines()) == 1
 
 
-def test_a_broken_file_is_explained(weights):
+def test_invalid_weights_file_raises(weights):
     weights[0].write_bytes(b"not weights")
     with pytest.raises(ModelError):
         build(f"{BASE}-pretrained", (3, 16, 16), 5, seed=0)
 
 
-def test_which_names_there_are():
+def test_frozen_names():
     assert is_pretrained("resnet18-frozen")
     assert not is_pretrained("resnet18")
     assert not is_pretrained("cnn2-frozen")
@@ -112,7 +112,7 @@ def test_which_names_there_are():
         build("resnet18-frozen", (2, 16, 16), 5, seed=0)
 
 
-def test_a_run_with_a_frozen_network(weights, tmp_path):
+def test_run_with_a_frozen_network(weights, tmp_path):
     config = small("felo", models=[f"{BASE}-frozen", "mlp"], rounds=2, clients=2, max_samples=120)
     summary = run(config, tmp_path / "run")
     assert np.isfinite(summary["accuracy"]["common"]["private"]["mean"])
@@ -121,7 +121,7 @@ def test_a_run_with_a_frozen_network(weights, tmp_path):
 # --- timm -------------------------------------------------------------------------------------
 
 
-def test_a_network_of_timm_is_built(tmp_path):
+def test_network_of_timm_is_built(tmp_path):
     timm = pytest.importorskip("timm")
     model = build("timm:resnet10t", (1, 32, 32), 5, seed=0)
     torch.manual_seed(0)
@@ -144,18 +144,18 @@ def test_timms_names_are_checked():
         build("timm:resnet10t", (30,), 2, seed=0)
 
 
-def test_without_timm_the_error_explains_what_to_install(monkeypatch):
+def test_missing_timm_raises(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(SettingsError, match=r"'timm'.*pip install"):
         small("felo", models="timm:resnet18")
 
 
-def test_a_site_need_not_allow_timms_names():
+def test_site_need_not_allow_timms_names():
     asked = {"method": "felo", "models.pool": "timm:resnet18*2,mlp"}
     assert permitted({"partition-id": 0}, asked)["models.pool"] == ("timm:resnet18",) * 2 + ("mlp",)
 
 
-def test_a_run_without_the_weights_is_refused_before_it_begins(tmp_path, monkeypatch):
+def test_run_without_the_weights_raises_before_training(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     config = small("local", models=["mlp", f"{BASE}-pretrained"])

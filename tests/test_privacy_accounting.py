@@ -40,12 +40,12 @@ def gaussian_epsilon(mu, delta=DELTA):
 
 
 @pytest.mark.parametrize(("noise", "count"), [(1.0, 1), (4.0, 20), (2.0, 3), (30.0, 1000)])
-def test_unsampled_noise_costs_little_more_than_the_exact_gaussian_mechanism(noise, count):
+def test_unsampled_epsilon_is_close_to_the_exact_gaussian_mechanism(noise, count):
     exact = gaussian_epsilon(math.sqrt(count) / noise)
     assert exact <= epsilon_of([Release(noise, count=count)], DELTA) <= 1.12 * exact
 
 
-def test_sums_and_counts_of_classes_cost_what_the_design_computed():
+def test_epsilon_of_class_sums_and_counts_equals_the_design():
     """With z_f = 4, z_n = 8, and 20 rounds, Gaussian differential privacy gives exactly 5.7."""
     mu = math.sqrt(20) / combined_noise(4, 8, 1)
     assert gaussian_epsilon(mu) == pytest.approx(5.7, abs=0.05)
@@ -55,14 +55,14 @@ def test_sums_and_counts_of_classes_cost_what_the_design_computed():
 @pytest.mark.parametrize(
     ("noise", "rate", "steps"), [(1.5, 0.04, 2250), (1.1, 256 / 60_000, 14_062), (0.8, 0.01, 500)]
 )
-def test_sampled_noise_costs_what_another_accountant_says(noise, rate, steps):
+def test_sampled_epsilon_equals_another_accountant(noise, rate, steps):
     other = RDPAccountant()
     other.history = [(noise, rate, steps)]
     found = epsilon_of([Release(noise, rate, steps)], DELTA)
     assert found == pytest.approx(other.get_epsilon(DELTA), rel=0.02)
 
 
-def test_the_published_example_of_dp_sgd_on_mnist():
+def test_published_example_of_dp_sgd_on_mnist():
     """TensorFlow Privacy's tutorial reports at most 3.0.
 
     It has noise 1.1, batches of 256 of 60,000, and 60 epochs. Its conversion to epsilon was less
@@ -71,7 +71,7 @@ def test_the_published_example_of_dp_sgd_on_mnist():
     assert 2.3 < epsilon_of([Release(1.1, 256 / 60_000, 60 * 235)], DELTA) < 3.01
 
 
-def test_several_gaussians_on_the_same_samples_are_one():
+def test_several_gaussians_compose_to_one():
     apart = [Release(4.0), Release(4.0), Release(8.0)]
     together = [Release(combined_noise(4.0, 8.0, 2))]
     assert epsilon_of(apart, DELTA) == pytest.approx(epsilon_of(together, DELTA), rel=1e-6)
@@ -79,9 +79,7 @@ def test_several_gaussians_on_the_same_samples_are_one():
 
 @quickly(max_examples=25, deadline=None)
 @given(noises, rates, st.integers(1, 500), st.floats(1e-8, 1e-3))
-def test_more_noise_or_fewer_samples_or_steps_or_a_larger_delta_never_costs_more(
-    z, q, count, delta
-):
+def test_epsilon_is_monotone(z, q, count, delta):
     one = epsilon_of([Release(z, q, count)], delta)
     assert epsilon_of([Release(1.2 * z, q, count)], delta) <= one + 1e-9
     assert epsilon_of([Release(z, q, count + 10)], delta) >= one - 1e-9
@@ -94,36 +92,36 @@ def test_more_noise_or_fewer_samples_or_steps_or_a_larger_delta_never_costs_more
 @pytest.mark.parametrize(
     "noise", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-323, 1e-154, 1e-10, 0.29, 1e7, 1e308]
 )
-def test_noise_that_cannot_be_accounted_costs_everything(noise, sampling):
+def test_invalid_noise_has_infinite_epsilon(noise, sampling):
     for releases in ([Release(noise, sampling)], [Release(5.0), Release(noise, sampling)]):
         assert epsilon_of(releases, DELTA) == math.inf
 
 
 @pytest.mark.parametrize("sampling", [0.0, -1.0, 1.1, math.nan, math.inf])
-def test_a_sampling_rate_that_is_none_costs_everything(sampling):
+def test_invalid_sampling_rate_has_infinite_epsilon(sampling):
     assert epsilon_of([Release(5.0, sampling)], DELTA) == math.inf
 
 
 @pytest.mark.parametrize("count", [0, -5, 10**16, 10**400])
-def test_a_count_that_is_none_costs_everything(count):
+def test_invalid_count_has_infinite_epsilon(count):
     assert epsilon_of([Release(5.0, 0.1, 3), Release(6.0, 0.1, count)], DELTA) == math.inf
 
 
-def test_many_steps_of_a_tiny_rate_are_not_free():
+def test_many_steps_of_a_tiny_rate_have_positive_epsilon():
     """Rounding errors would make the divergence negative, which dp-accounting treats as 0."""
     for rate in (1e-6, 1e-8, 1e-12, 5e-324):
         assert epsilon_of([Release(1.0, rate, 10**15)], DELTA) > 1
     assert epsilon_of([Release(100.0, 1e-7, 10**12)], DELTA) > 0
 
 
-def test_nothing_costs_nothing_and_zero_is_only_for_what_delta_covers():
+def test_epsilon_is_zero_only_if_delta_covers_the_loss():
     assert epsilon_of([], DELTA) == 0
     assert epsilon_of([Release(1e6)], DELTA) == 0  # its total variation is 4e-7
     assert epsilon_of([Release(64.0)], 0.01) == 0  # 0.0062
     assert 0 < epsilon_of([Release(1e6, count=10**6)], DELTA) < 0.01
 
 
-def test_an_accountant_that_fails_costs_everything(monkeypatch):
+def test_failing_accountant_has_infinite_epsilon(monkeypatch):
     import dp_accounting.rdp
 
     for wrong in (0.0, math.nan, -1.0):
@@ -148,31 +146,31 @@ def test_epsilon_never_rises_with_the_noise_from_the_least_noise_on(rate, delta)
     [("noise-multiplier", 1e-154, "0.3"), ("noise-multiplier", 0.29, "0.3"),
      ("class-noise", 0.5, "1"), ("count-noise", 1e-10, "1")],
 )  # fmt: skip
-def test_settings_of_too_little_noise_are_refused(name, value, least):
+def test_settings_with_too_little_noise_raise(name, value, least):
     message = f"setting 'privacy.{name}': .*expected 0 or at least {least}, got {value:g}"
     with pytest.raises(ValueError, match=message):
         PrivacySettings(**{name: value, **({} if name[0] == "n" else {"epsilon": 1.0})})
     assert PrivacySettings(**{"noise-multiplier": MIN_NOISE}).is_on
 
 
-def test_the_least_class_noise_is_accounted_for_every_method():
+def test_least_class_noise_is_accounted_for_every_method():
     most = max(find_method(name).spec.privacy.vectors for name in shipped_names())
     assert combined_noise(MIN_CLASS_NOISE, MIN_CLASS_NOISE, most) >= MIN_NOISE
 
 
-def test_an_entry_of_almost_no_noise_leaves_nothing_of_a_budget():
+def test_entry_with_negligible_noise_exhausts_the_budget():
     spent = (Release(1e-154),)
     with pytest.raises(SettingsError, match="too small"):
         calibrate_noise(PrivacySettings(epsilon=1.0), plan(), 1.0, spent)
 
 
-def test_a_large_epsilon_does_not_lead_below_the_least_noise():
+def test_large_epsilon_does_not_lead_below_the_least_noise():
     assert (
         calibrate_noise(PrivacySettings(epsilon=1e6), plan(vectors=0), 1e6).gradients == MIN_NOISE
     )
 
 
-def test_an_epoch_is_as_many_steps_as_batches():
+def test_epoch_has_as_many_steps_as_batches():
     assert epoch(100, 32, 2.0) == Release(2.0, 0.32, 4)
     assert epoch(20, 32, 2.0) == Release(2.0, 1.0, 1)
 
@@ -183,7 +181,7 @@ def plan(rows=500, rounds=10, vectors=2, batch=32, epochs=2):
 
 @quickly(max_examples=10, deadline=None)
 @given(st.sampled_from([1.0, 3.0, 8.0]), st.integers(50, 5000), st.integers(1, 30))
-def test_the_noise_for_an_epsilon_spends_nearly_all_of_it(epsilon, rows, rounds):
+def test_noise_for_an_epsilon_uses_nearly_all_of_it(epsilon, rows, rounds):
     chosen, wanted = plan(rows, rounds), PrivacySettings(epsilon=epsilon)
     noise = calibrate_noise(wanted, chosen, epsilon)
     sums = chosen.sums(noise.sums, noise.counts)
@@ -193,7 +191,7 @@ def test_the_noise_for_an_epsilon_spends_nearly_all_of_it(epsilon, rows, rounds)
     assert noise.counts == 2 * noise.sums
 
 
-def test_what_was_spent_before_asks_for_more_noise():
+def test_earlier_consumption_increases_the_noise():
     chosen = plan()
     first = calibrate_noise(PrivacySettings(epsilon=8.0), chosen, 8.0)
     before = tuple(chosen.steps(3 * first.gradients))
@@ -210,7 +208,7 @@ def test_noise_that_is_given_is_kept():
     assert calibrate_noise(PrivacySettings(noise_multiplier=1.3), plan(), 0.0).sums == 4.0
 
 
-def test_what_no_noise_of_training_can_reach_is_refused():
+def test_unreachable_epsilon_raises():
     little = PrivacySettings(epsilon=1.0, class_noise=2.0)
     with pytest.raises(SettingsError, match=r"'privacy\.epsilon': 1 "):
         calibrate_noise(little, plan(), 1.0)
@@ -220,7 +218,7 @@ def test_what_no_noise_of_training_can_reach_is_refused():
     "given_",
     [{"epsilon": 1.0, "noise-multiplier": 1.0}, {"class-noise": 4.0}, {"count-noise": 4.0}],
 )
-def test_settings_that_contradict_each_other_are_refused(given_):
+def test_settings_that_contradict_each_other_raise(given_):
     with pytest.raises(
         (ValueError, SettingsError),
         match=r"'privacy\.epsilon'|without noise",

@@ -55,7 +55,7 @@ def lower_bound(guesses, right, delta=DELTA, canaries=CANARIES):
     return low
 
 
-def test_the_bound_is_that_of_guessing():
+def test_bound_equals_that_of_guessing():
     assert lower_bound(100, 50) == 0.0
     assert lower_bound(100, 100, delta=0.0) == pytest.approx(3.49, abs=0.03)  # 0.05 ** 0.01
     assert lower_bound(100, 90) < lower_bound(100, 95) < lower_bound(200, 190)
@@ -150,13 +150,13 @@ def right_guesses(method, tmp_path, seed):
 
 
 @pytest.mark.parametrize("method", ATTACKS)
-def test_the_attack_does_not_refute_what_is_claimed(method, tmp_path):
+def test_attack_does_not_refute_the_claimed_epsilon(method, tmp_path):
     right = right_guesses(method, tmp_path, 5)
     assert lower_bound(GUESSES, right) < CLAIM
 
 
 @pytest.mark.parametrize("method", ATTACKS)
-def test_the_same_attack_refutes_it_if_the_noise_is_left_out(method, tmp_path, monkeypatch):
+def test_attack_refutes_the_claim_without_noise(method, tmp_path, monkeypatch):
     monkeypatch.setattr(DifferentialPrivacy, "noise", Noise(1e-9, 1e-9, 1e-9))
     monkeypatch.setattr(DifferentialPrivacy, "_check", lambda *_: None)
     right = right_guesses(method, tmp_path, 5)

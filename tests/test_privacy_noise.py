@@ -27,7 +27,7 @@ def gaussians(count, key=KEY, noise=1.0, norm=1.0):
 # The distribution
 
 
-def test_the_noise_is_gaussian_in_its_center_its_moments_and_its_tails():
+def test_noise_is_gaussian_in_its_center_its_moments_and_its_tails():
     found = gaussians(MANY)
     assert scipy.stats.kstest(found, "norm").pvalue > 1e-3
     assert abs(found.mean()) < 4 / MANY**0.5
@@ -40,7 +40,7 @@ def test_the_noise_is_gaussian_in_its_center_its_moments_and_its_tails():
 
 
 @pytest.mark.slow
-def test_the_tails_are_gaussian_beyond_four_standard_deviations():
+def test_tails_are_gaussian_beyond_four_standard_deviations():
     draws, count = SecretNoise(KEY), 50_000_000
     zeros = torch.zeros(10**6, dtype=torch.int64)
     found = np.concatenate(
@@ -55,7 +55,7 @@ def test_the_tails_are_gaussian_beyond_four_standard_deviations():
     assert scipy.stats.kstest(uniform, "uniform").pvalue > 1e-3
 
 
-def test_the_tail_ends_at_nine_standard_deviations(monkeypatch):
+def test_tail_ends_at_nine_standard_deviations(monkeypatch):
     """The smallest radius of 63 bits is 2**-64; at angle 0 it is the largest number."""
     draws = SecretNoise(KEY)
     monkeypatch.setattr(draws, "_bits", lambda count: torch.zeros(count, dtype=torch.int64))
@@ -80,7 +80,7 @@ def test_draws_within_a_call_and_between_calls_are_independent():
 
 
 @pytest.mark.parametrize(("noise", "norm"), [(0.5, 1e-9), (7.0, 5.0), (1.3, 1e6)])
-def test_the_noise_has_its_width_on_a_fine_grid(noise, norm):
+def test_noise_has_its_width_on_a_fine_grid(noise, norm):
     found = gaussians(100_000, noise=noise, norm=norm)
     assert found.std() == pytest.approx(noise * norm, rel=4 / (2 * 100_000) ** 0.5)
     assert np.sqrt(100_000) * grid_of(found) <= norm / 2**14
@@ -147,7 +147,7 @@ def test_poisson_samples_have_their_rate(rate):
     assert sizes.var() <= 1.6 * rows * rate * (1 - rate) + 0.1
 
 
-def test_the_rate_of_a_sample_is_never_above_what_is_accounted(monkeypatch):
+def test_rate_of_a_sample_is_never_above_what_is_accounted(monkeypatch):
     """The lowest and highest accepted integers are those of the rate, rounded down."""
     draws = SecretNoise(KEY)
     for rate in (0.1, 1 / 3, 2**-64, 1e-300, 1 - 2**-53):
@@ -162,7 +162,7 @@ def test_the_rate_of_a_sample_is_never_above_what_is_accounted(monkeypatch):
 # The key
 
 
-def test_the_bits_are_those_of_aes_256_in_counter_mode():
+def test_bits_equal_aes_256_in_counter_mode():
     """NIST SP 800-38A, F.5.5, shifted: the first block of the zero counter encrypts zeros."""
     found = SecretNoise(bytes(32))._bits(2).numpy().tobytes()
     assert found.hex() == "dc95c078a2408989ad48a21492842087"  # AES-256, key 0, block 0
@@ -229,13 +229,13 @@ def reply_of_felo(tmp_path):
     return replied(opened(config, tmp_path), 1, Knowledge()).tensors
 
 
-def test_the_search_finds_the_seed_of_earlier_noise(tmp_path, monkeypatch):
+def test_search_finds_the_seed_of_earlier_noise(tmp_path, monkeypatch):
     monkeypatch.setattr(promises, "SecretNoise", SeededNoise)
     assert seeds_found(reply_of_felo(tmp_path), 4096) == [3021]
 
 
 @pytest.mark.slow
-def test_a_search_of_a_million_seeds_finds_nothing(tmp_path):
+def test_search_of_a_million_seeds_finds_nothing(tmp_path):
     assert seeds_found(reply_of_felo(tmp_path), 2**20) == []
 
 
@@ -290,6 +290,6 @@ def test_no_module_on_the_private_path_draws_from_another_generator(path):
         "x = opacus.optimizers.DPOptimizer(o)", "x = torch.rand(9) < rate",
     ],
 )  # fmt: skip
-def test_a_module_that_draws_from_another_generator_is_found(line):
+def test_module_that_draws_from_another_generator_is_found(line):
     source = (Path(fedhet.__file__).parent / "privacy" / "sgd.py").read_text()
     assert drawing(f"{source}\n{line}\n")

@@ -64,7 +64,7 @@ def close(found, expected):
 
 @pytest.mark.parametrize("name", ["cnn2-gn", "mlp", "lenet5", "gems-resnet11-gn"])
 @pytest.mark.parametrize("norm", [0.05, 3.0])
-def test_a_step_is_the_sum_of_scaled_down_gradients_by_the_expected_batch(name, norm):
+def test_step_is_the_clipped_gradient_sum_over_the_expected_batch(name, norm):
     shape = (1, 16, 16)
     model = models.build(name, shape, 3, seed=3).train()
     x, y = torch.randn(9, *shape, generator=torch.Generator().manual_seed(1)), torch.arange(9) % 3
@@ -72,7 +72,7 @@ def test_a_step_is_the_sum_of_scaled_down_gradients_by_the_expected_batch(name, 
     assert close(stepped(model, x, y, norm=norm, batch_size=16), expected)
 
 
-def test_the_noise_is_drawn_for_every_weight_and_has_its_width():
+def test_noise_is_drawn_for_every_weight_and_has_its_width():
     model = network()
     before = [p.detach().clone() for p in model.parameters()]
     x, y = batch(0)
@@ -84,7 +84,7 @@ def test_the_noise_is_drawn_for_every_weight_and_has_its_width():
     assert not close(after, again)
 
 
-def test_a_sample_without_a_finite_gradient_counts_as_none():
+def test_sample_with_a_nonfinite_gradient_is_skipped():
     x, y = batch()
     x[4] = torch.inf
     kept = torch.arange(12) != 4
@@ -92,7 +92,7 @@ def test_a_sample_without_a_finite_gradient_counts_as_none():
     assert close(stepped(network(), x, y), expected)
 
 
-def test_a_term_of_the_weights_is_added_after_the_noise_and_not_scaled_down():
+def test_term_of_the_weights_is_added_after_the_noise_and_not_scaled_down():
     x, y = batch()
     plain = stepped(network(), x, y, norm=0.3)
     model = network()
@@ -106,7 +106,7 @@ def test_a_term_of_the_weights_is_added_after_the_noise_and_not_scaled_down():
     assert close(found, expected)
 
 
-def test_a_loss_that_reaches_only_one_model_leaves_the_other_to_noise_alone():
+def test_loss_that_reaches_only_one_model_leaves_the_other_to_noise_alone():
     one, other = network("mlp"), network("cnn2-gn")
     before = [p.detach().clone() for p in other.parameters()]
     plain = optimization_for([*one.parameters(), *other.parameters()], PLAIN_SGD, CPU)
@@ -128,7 +128,7 @@ def test_frozen_parameters_stay_and_are_not_counted():
     assert close([p.detach() for p in model.extractor.parameters()], before)
 
 
-def test_nothing_of_it_is_left_on_a_model_afterwards():
+def test_per_sample_hooks_are_removed():
     model = network()
     names = {name for p in model.parameters() for name in vars(p)}
     stepped(model, *batch())
@@ -137,14 +137,14 @@ def test_nothing_of_it_is_left_on_a_model_afterwards():
 
 
 @pytest.mark.parametrize("name", ["cnn2", "resnet10", "vgg11"])
-def test_a_model_whose_samples_meet_is_refused(name):
+def test_model_that_mixes_samples_raises(name):
     model = models.build(name, (3, 32, 32), 3, seed=0)
     plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with pytest.raises(ModelError, match="DP-SGD"), sgd.dp_sgd(plain, [model], 1.0, 1.0, 8):
         pass
 
 
-def test_a_parameter_of_no_model_is_refused():
+def test_parameter_of_no_model_raises():
     alone = nn.Parameter(torch.zeros(3))
     plain = optimization_for([*network().parameters(), alone], PLAIN_SGD, CPU)
     refused = pytest.raises(ModelError, match="belongs to none of")
@@ -152,7 +152,7 @@ def test_a_parameter_of_no_model_is_refused():
         pass
 
 
-def test_batches_are_poisson_samples_that_the_seed_does_not_know():
+def test_batches_are_poisson_samples_independent_of_the_seed():
     model = network()
     plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with sgd.dp_sgd(plain, [model], 1.0, 1.0, 8) as private:
@@ -168,7 +168,7 @@ def test_batches_are_poisson_samples_that_the_seed_does_not_know():
     assert not all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
 
 
-def test_an_epoch_whose_batches_may_be_empty_trains():
+def test_epoch_whose_batches_may_be_empty_trains():
     model = network()
     x, y = batch(4)
     plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
@@ -181,7 +181,7 @@ def test_an_epoch_whose_batches_may_be_empty_trains():
 
 
 @pytest.mark.parametrize("name", ["cnn3", "cnn4", "cofed-cnn2", "resnet10", "signal-cnn2"])
-def test_a_model_with_group_norms_has_no_batch_norm_and_depends_on_no_other_sample(name):
+def test_model_with_group_norms_has_no_batch_norm_and_depends_on_no_other_sample(name):
     shape = (3, 64) if name.startswith("signal") else (3, 16, 16)
     fit = models.group_norm_name(name)
     assert fit == f"{name}-gn" == models.group_norm_name(fit)
@@ -253,7 +253,7 @@ def owned(mix, dropout=0.0):
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_a_custom_model_that_mixes_samples_is_refused(name):
+def test_custom_model_that_mixes_samples_raises(name):
     with pytest.raises(ModelError, match=r"^model 'm:f'"):
         refuse(owned(MIXES[name], 0.5))
 
@@ -273,7 +273,7 @@ def refuse(model):
         lambda own, h: h.sort(1).values.softmax(1),
     ],
 )
-def test_a_custom_model_of_independent_samples_is_accepted(mix):
+def test_custom_model_of_independent_samples_is_accepted(mix):
     model = owned(mix, 0.5).train()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     draws = torch.random.get_rng_state()
@@ -292,7 +292,7 @@ def test_private_training_tests_its_models_too():
         pass
 
 
-def test_a_network_in_channels_last_format_is_refused():
+def test_network_in_channels_last_format_raises():
     """Opacus reads inputs of convolutions as if they were contiguous."""
     model = network().to(memory_format=torch.channels_last)
     sgd._TESTED.clear()
@@ -340,7 +340,7 @@ def test_every_model_that_may_be_private_is_accepted(kind, shape, name):
         ("text", (0, 12, 50), ["text-bag", "text-cnn-dropout"]),
     ],
 )
-def test_the_usual_models_are_accepted(kind, shape, names):
+def test_usual_models_are_accepted(kind, shape, names):
     for name in names:
         sgd.check_supports_dp(models.build(name, shape, 4, seed=0), kind, shape, name)
 
@@ -388,7 +388,7 @@ def test_without_noise_the_means_are_those_of_the_scaled_down_vectors():
         assert np.allclose(means, expected[:3] / number[:3, None], atol=2 * NORM / RESOLUTION)
 
 
-def test_the_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_have_it_too():
+def test_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_have_it_too():
     draws, labels = SecretNoise(bytes(32)), torch.arange(4).repeat(10**4)
     sums = class_sums(torch.zeros(len(labels), 6), labels, 2.0, 5, size=10**5)
     many = [sums.noised_means(Noise(0, 3.0, 7.0), 1, draws) for _ in range(400)]
@@ -400,7 +400,7 @@ def test_the_noise_of_sums_and_counts_has_its_width_and_classes_without_samples_
     assert rare == [] or all(m.counts[4] >= 21 for m in rare)
 
 
-def test_a_class_is_sent_only_if_its_count_stands_out_from_the_noise():
+def test_class_is_sent_only_if_its_count_exceeds_the_noise():
     def sent(count, least=1):
         labels, draws = torch.arange(1000).repeat(count), SecretNoise(bytes(32))
         sums = ClippedClassSums(1000, 1.0)
@@ -412,7 +412,7 @@ def test_a_class_is_sent_only_if_its_count_stands_out_from_the_noise():
     assert sent(60, least=100) == 0
 
 
-def test_a_required_class_is_sent_with_any_number_of_samples():
+def test_required_class_is_sent_with_any_number_of_samples():
     """A sum with fewer samples than the limit is divided by the limit."""
     rng = np.random.default_rng(0)
     labels = np.array([0] * 40 + [1] * 4 + [2] * 3)
@@ -470,7 +470,7 @@ SCALES = [1e-42, 1e-20, 1e-4, 0.3, 1.0, 40.0, 1e15, 3e38]
     st.integers(1, 9), st.integers(1, 40), st.sampled_from([1e-3, 0.7, 1.0, 5.0, 1e6]),
     st.sampled_from(SCALES), st.integers(0, 999),
 )  # fmt: skip
-def test_the_sum_is_that_of_integers_and_no_vector_is_longer_than_the_norm(
+def test_sum_is_that_of_integers_and_no_vector_is_longer_than_the_norm(
     count, width, norm, scale, seed
 ):
     rng = np.random.default_rng(seed)
@@ -496,7 +496,7 @@ def test_the_sum_is_that_of_integers_and_no_vector_is_longer_than_the_norm(
     assert grid.sum_by_class(vectors, labels, 3).tolist() == of_class
 
 
-def test_the_numbers_of_long_vectors_add_up_in_the_norm_too():
+def test_norm_of_long_vectors_is_exact():
     """In float32, a running sum of squares stops growing, so the norm would be too small."""
     vector = torch.full((3_000_000,), 2.0**-11)
     vector[:64] = 1.0
@@ -519,7 +519,7 @@ def test_class_sums_depend_neither_on_the_batch_size_nor_on_the_order(size):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_a_vector_that_is_not_finite_becomes_zeros():
+def test_vector_that_is_not_finite_becomes_zeros():
     vectors = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [0.5, 0.5]])
     grid = Grid(1.0, 2)
     assert (grid.sum_all([vectors])[0] * grid.step).tolist() == [0.5, 0.5]
@@ -527,7 +527,7 @@ def test_a_vector_that_is_not_finite_becomes_zeros():
     assert by_class.tolist() == [[0, 0], [0, 0], [0.5, 0.5]]
 
 
-def test_vectors_whose_integers_could_overflow_are_refused():
+def test_vectors_that_could_overflow_raise():
     with pytest.raises(PrivacyError, match="268,435,456"):
         Grid(1.0, 2**28 + 1)
     widest = Grid(1.0, 2**28)
@@ -554,7 +554,7 @@ def step_with(gradients):
     return -2 * model.weight.detach()[0]
 
 
-def test_the_order_of_a_batch_has_no_effect_on_a_step():
+def test_order_of_a_batch_has_no_effect_on_a_step():
     rng = torch.Generator().manual_seed(0)
     gradients = torch.randn(4096, 50, generator=rng)
     first = step_with(gradients)
@@ -563,7 +563,7 @@ def test_the_order_of_a_batch_has_no_effect_on_a_step():
         assert torch.equal(again, first)
 
 
-def test_one_gradient_moves_a_large_batch_by_its_own_length():
+def test_one_gradient_changes_a_large_batch_by_its_norm():
     """The sum is exact, even if it is much smaller than the partial sums.
 
     In floating point, small gradients are lost or doubled, depending on the other gradients.

@@ -50,7 +50,7 @@ def fitted(name, x, y):
 
 
 @pytest.mark.parametrize("method", ["fedmd", "ds-fl"])
-def test_a_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, method):
+def test_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, method):
     server, mean = Server(on_diabetes(method, **{f"{method}.sample": 40}), tmp_path), None
     for number in (1, 2, 3):
         asked = server.ask(number)
@@ -74,7 +74,7 @@ def test_a_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, m
         server.flower.aggregate_fit(number, answers, [])
 
 
-def test_a_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(tmp_path):
+def test_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(tmp_path):
     server = Server(on_diabetes("fedgems", **{"fedgems.epsilon": 0.75}), tmp_path)
     server.play(1)
     asked = server.ask(2)
@@ -95,7 +95,7 @@ def test_a_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(t
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_interrupted_run_fits_the_same_regressors_again(tmp_path, method):
+def test_interrupted_run_fits_the_same_regressors_again(tmp_path, method):
     summary = cut_and_resumed(on_diabetes(method), tmp_path)
     scores = summary["metrics"]["rmse"]["common"]["private"]["per_client"]
     assert all(40 < score < 80 for score in scores.values())  # the deviation is about 77
@@ -126,7 +126,7 @@ def test_other_methods_and_tasks_reject_models_without_gradients(method, task, a
         on_diabetes(method, **values)
 
 
-def test_a_regressor_predicts_no_samples():
+def test_regressor_predicts_an_empty_batch():
     model = build_any(
         "sk-svm", (4,), 2, seed=0, kind="table", task=Regression((0.0, 0.0), (1.0, 1.0))
     )
@@ -134,7 +134,7 @@ def test_a_regressor_predicts_no_samples():
     assert model(torch.zeros(0, 4)).shape == (0, 2)
 
 
-def test_outputs_without_samples_are_fused():
+def test_empty_outputs_are_fused():
     """A round of FedGEMS may request no public sample from the clients."""
     loss = torch.nn.functional.mse_loss
     errors = lambda outputs, targets: loss(outputs, targets, reduction="none").mean(1)  # noqa: E731

@@ -64,7 +64,7 @@ OTHERS = [
 ]
 
 
-def test_only_known_programs_are_called():
+def test_only_known_commands_are_used():
     assert len(FEDHET) >= 10
     for words in commands():
         if words[0] == "make":
@@ -75,7 +75,7 @@ def test_only_known_programs_are_called():
 
 
 @pytest.mark.parametrize("words", ONCE, ids=" ".join)
-def test_a_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
+def test_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
     """Each command runs in a directory like a clone; training is only resolved."""
     taken = []
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -108,7 +108,7 @@ def call(*words, monkeypatch):
     assert not status, words
 
 
-def test_what_is_compared_was_made_before():
+def test_compared_runs_are_created_before():
     made = {words[words.index("--out") + 1] for words in FEDHET if "--out" in words}
     compared = {
         name
@@ -120,7 +120,7 @@ def test_what_is_compared_was_made_before():
     assert compared <= made
 
 
-def test_the_examples_are_those_of_the_pages():
+def test_examples_equal_those_of_the_pages():
     (toml, *_) = (block for block in blocks("toml") if "experiment" in block)
     assert tomllib.loads(toml) == tomllib.loads((ROOT / "examples/experiment.toml").read_text())
     code = (ROOT / "examples" / "mymodels.py").read_text()
@@ -131,7 +131,7 @@ def test_the_examples_are_those_of_the_pages():
         assert functions.strip() in code
 
 
-def test_the_python_is_that_of_the_commands():
+def test_python_example_equals_the_command():
     (first,) = (block for block in blocks("python", README) if block.startswith("import fedhet"))
     compile(first, "README.md", "exec")
     by_hand = next(words for words in FEDHET if words[:4] == ["fedhet", "run", "felo", "--clients"])
@@ -142,7 +142,7 @@ def test_the_python_is_that_of_the_commands():
     assert {f"--{name}": as_text(value) for name, value in given.items()} == options
 
 
-def test_the_citation_names_this_version():
+def test_citation_names_this_version():
     version = PROJECT["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     (bibtex,) = blocks("bibtex")
@@ -151,7 +151,7 @@ def test_the_citation_names_this_version():
     assert (citation["title"], citation["license"]) == (fields["title"], fields["license"])
 
 
-def test_the_table_of_extras_is_that_of_the_project():
+def test_table_of_extras_equals_pyproject():
     rows = re.findall(r"^\| (`.*?) \| ", START, re.M)
     listed = re.findall(r"`([a-z]+)`", " ".join(rows))
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])

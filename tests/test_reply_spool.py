@@ -62,9 +62,7 @@ def on_disk(spool, weights, name):
 
 @pytest.mark.parametrize("part", [1, 7, 185, 10**6])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_an_average_from_disk_is_that_of_whole_tensors_to_the_last_bit(
-    tmp_path, monkeypatch, part, count
-):
+def test_average_from_disk_equals_the_average_in_memory(tmp_path, monkeypatch, part, count):
     monkeypatch.setattr(averaging, "PART", part)
     spool, given = ReplySpool(tmp_path, LIMIT, SENT), list(models(count))
     stored_models = [(on_disk(spool, w, f"c{k}"), n) for k, (w, n) in enumerate(given)]
@@ -85,7 +83,7 @@ def test_an_average_from_disk_is_that_of_whole_tensors_to_the_last_bit(
         assert value.tobytes() == np.asarray(sums, value.dtype).tobytes()
 
 
-def test_a_sum_of_negative_zeros_keeps_its_sign():
+def test_sum_of_negative_zeros_keeps_its_sign():
     running = RunningAverage()
     running.add({"w": np.array([-0.0], np.float32)}, 2)
     assert np.signbit(running.mean()["w"]).all()
@@ -109,7 +107,7 @@ def test_only_weights_stay_on_disk(tmp_path):
         knowledge.group("weights")["w"]
 
 
-def test_a_reply_that_is_too_large_is_not_written(tmp_path):
+def test_reply_that_is_too_large_is_not_written(tmp_path):
     message = payload({"weights/w": np.zeros(1000)})
     reply = ReplySpool(tmp_path, 2000, SENT).put("a", message)
     assert not list(tmp_path.iterdir())
@@ -117,7 +115,7 @@ def test_a_reply_that_is_too_large_is_not_written(tmp_path):
         reply.open()
 
 
-def test_a_file_that_was_cut_is_refused(tmp_path):
+def test_truncated_file_raises(tmp_path):
     reply = ReplySpool(tmp_path, LIMIT, SENT).put("a", payload({"weights/w": np.zeros(1000)}))
     with (tmp_path / "a").open("r+b") as file:
         file.truncate(5000)
@@ -125,7 +123,7 @@ def test_a_file_that_was_cut_is_refused(tmp_path):
         reply.open()
 
 
-def test_a_full_disk_leaves_no_file(tmp_path):
+def test_full_disk_leaves_no_file(tmp_path):
     """A limit on file sizes simulates a full disk, so the write fails halfway."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -137,7 +135,7 @@ def test_a_full_disk_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_server_left_is_removed_and_so_is_what_a_failed_round_leaves(tmp_path):
+def test_leftovers_of_a_killed_server_are_removed(tmp_path):
     left = tmp_path / "run" / "inbox" / "client-9"
     server = Server(small("fedavg", clients=2), tmp_path / "run")
     left.parent.mkdir()
@@ -207,7 +205,7 @@ def memory_of_a_round(method, clients, directory):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo", "fedtype"])
-def test_the_servers_memory_does_not_grow_with_the_clients(tmp_path, method):
+def test_servers_memory_does_not_grow_with_the_clients(tmp_path, method):
     few, mapped = memory_of_a_round(method, 3, tmp_path / "few")
     many, mapped_of_many = memory_of_a_round(method, 12, tmp_path / "many")
     assert many < few + 0.3, (few, many)

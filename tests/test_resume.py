@@ -49,7 +49,7 @@ def whole(request, tmp_path_factory):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("round", [1, 2, 4])
-def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, moment):
+def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, round, moment):
     config, directory = whole
     with pytest.raises(CutError):
         run(config, tmp_path / "cut", [CutOff(round, moment)])
@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, mo
     same_but_for_the_name(directory, tmp_path / "cut")
 
 
-def test_a_resumed_run_computes_as_it_was_begun(tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     """config.toml contains the resolved value of `auto`, which applies on every machine."""
     config = small("fedavg", rounds=3, clients=2, max_samples=100, precision="auto")
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
@@ -83,13 +83,13 @@ VELO = {"velo.interval": 2, "velo.samples-per-class": 2, "velo.memory": 3, "velo
 
 @pytest.mark.parametrize(("method", "changes"), [("velo", VELO), ("fedgems", GEMS)])
 @pytest.mark.parametrize(("round", "moment"), [(2, "after"), (4, "before")])
-def test_a_server_that_keeps_more_resumes_too(tmp_path, method, changes, round, moment):
+def test_server_that_keeps_more_resumes_too(tmp_path, method, changes, round, moment):
     """The states are the CVAE and its features, server models, the pool, and logits."""
     config = small(method, rounds=4, fraction=0.75, models="mlp", max_samples=200, **changes)
     cut_and_resumed(config, tmp_path, round, moment)
 
 
-def test_the_last_two_checkpoints_are_kept(whole):
+def test_last_two_checkpoints_are_kept(whole):
     _, directory = whole
     kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert kept == ["round-000003.safetensors", "round-000004.safetensors", "server.json"]
@@ -110,7 +110,7 @@ def checkpoints_of(config, directory):
 
 
 @pytest.mark.parametrize("change", ["NaN", "run", "method", "round", "no run"])
-def test_a_checkpoint_that_is_not_this_runs_or_not_finite_is_passed_over(tmp_path, change):
+def test_foreign_or_nonfinite_checkpoint_is_skipped(tmp_path, change):
     ours = Checkpoints(tmp_path, {"run": "run-1", "method": "felo"})
     ours.write(1, {"w": np.ones(2, np.float32)}, {"state": "1"})
     ours.write(2, {"w": np.full(2, 2, np.float32)}, {"state": "2"})
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_not_this_runs_or_not_finite_is_passed_over(tmp_pat
     assert ours.newest(notices.append, 2).round == 2
 
 
-def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
+def test_truncated_checkpoint_costs_one_round(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     last = tmp_path / "cut" / "checkpoints" / "round-000003.safetensors"
     last.write_bytes(last.read_bytes()[:-7])
@@ -147,7 +147,7 @@ def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
     assert last.with_suffix(".unreadable").exists(), "what could not be read is kept aside"
 
 
-def test_checkpoints_none_of_which_is_whole_end_the_run(whole, tmp_path):
+def test_run_without_a_valid_checkpoint_raises(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.write_bytes(b"")
@@ -157,7 +157,7 @@ def test_checkpoints_none_of_which_is_whole_end_the_run(whole, tmp_path):
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_half_written_record_is_written_again(whole, tmp_path):
+def test_truncated_record_is_rewritten(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "asked": ["cli')
@@ -167,7 +167,7 @@ def test_a_half_written_record_is_written_again(whole, tmp_path):
 
 @pytest.mark.parametrize("end", [b"", b"\0" * 40, b"\xff\xc3"])
 @pytest.mark.parametrize("after", [1, 3])
-def test_half_a_record_of_a_round_with_a_checkpoint_costs_that_round(whole, tmp_path, after, end):
+def test_truncated_record_of_a_checkpointed_round_repeats_the_round(whole, tmp_path, after, end):
     config = cut_short(whole, tmp_path / "cut", after)
     metrics = tmp_path / "cut" / "metrics.jsonl"
     *before, last = metrics.read_bytes().splitlines(keepends=True)
@@ -178,7 +178,7 @@ def test_half_a_record_of_a_round_with_a_checkpoint_costs_that_round(whole, tmp_
     assert f"resuming after round {after - 1} of 4" in notices.texts
 
 
-def test_a_record_is_on_the_disk_before_its_checkpoint(tmp_path, monkeypatch):
+def test_record_is_synced_before_its_checkpoint(tmp_path, monkeypatch):
     synced, sync = [], os.fsync
 
     def watched(descriptor):
@@ -192,7 +192,7 @@ def test_a_record_is_on_the_disk_before_its_checkpoint(tmp_path, monkeypatch):
     assert synced.index("metrics.jsonl") < synced.index("a checkpoint")
 
 
-def test_records_that_are_gone_are_named(whole, tmp_path):
+def test_missing_records_raise(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
@@ -208,7 +208,7 @@ def test_records_that_are_gone_are_named(whole, tmp_path):
         ({"rounds": 3}, "'rounds' must be at least 4 to resume this run, got 3"),
     ],
 )
-def test_a_run_of_other_settings_is_left_as_it_is(whole, tmp_path, change, message):
+def test_resuming_with_other_settings_raises(whole, tmp_path, change, message):
     config = cut_short(whole, tmp_path / "cut", after=1)
     before = contents(tmp_path / "cut")
     settings = {**config.flat(), **change, "out": str(tmp_path / "cut"), "resume": True}
@@ -225,7 +225,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in files}
 
 
-def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
+def test_checkpoint_of_another_method_raises(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.unlink()
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
-def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
+def test_run_without_models_raises(tmp_path):
     """Only its metrics remain."""
     whole = tmp_path / "whole"
     run(small("local", rounds=2, clients=2), whole)
@@ -250,7 +250,7 @@ def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
     assert (whole / "summary.json").is_file()
 
 
-def test_a_checkpoint_of_integers_is_one_line(tmp_path):
+def test_checkpoint_of_integers_raises(tmp_path):
     config = small("fedavg", rounds=3, clients=2)
     with pytest.raises(CutError):
         run(config, tmp_path / "cut", [CutOff(3, "before")])
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_integers_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["center", "spread", "encoder.0.weight"])
-def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_path, missing):
+def test_checkpoint_without_a_part_of_the_cvae_raises(tmp_path, missing):
     config = small("velo", rounds=2, models="mlp", max_samples=200, **VELO)
     with pytest.raises(CutError):
         run(config, tmp_path / "cut", [CutOff(2, "before")])
@@ -275,7 +275,7 @@ def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_pa
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
-def test_a_resumed_run_ends_whatever_its_records_add_up_to(tmp_path):
+def test_resumed_run_ends_with_any_sum_of_records(tmp_path):
     config = small("fedavg", clients=2, rounds=3)
     with pytest.raises(CutError):
         run(config, tmp_path, [CutOff(3, "before")])
@@ -288,20 +288,20 @@ def test_a_resumed_run_ends_whatever_its_records_add_up_to(tmp_path):
     assert load_run(tmp_path).finished
 
 
-def test_a_complete_run_is_not_resumed(whole, tmp_path):
+def test_complete_run_is_not_resumed(whole, tmp_path):
     config, directory = whole
     shutil.copytree(directory, tmp_path / "copy")
     with pytest.raises(StateError, match="is already complete"):
         run(resumed(config, tmp_path / "copy"), tmp_path / "copy")
 
 
-def test_where_there_is_no_run_yet_one_begins(tmp_path):
+def test_resume_without_a_run_starts_one(tmp_path):
     config = resumed(small(rounds=1), tmp_path / "new")
     assert run(config, tmp_path / "new")["rounds"] == 1
 
 
 @pytest.mark.parametrize("method", each(sorted({*method_names()} - {"felo", "fedtype"})))
-def test_every_method_comes_back_from_its_checkpoint(method, tmp_path):
+def test_every_method_restores_its_checkpoint(method, tmp_path):
     """The tests above cover the excluded methods."""
     cut_and_resumed(small(method), tmp_path, 2)
 
@@ -328,7 +328,7 @@ def begin(directory: Path, rounds: int = 6) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("resume", [False, True])  # a sweep resumes its runs
-def test_a_run_that_ended_before_it_wrote_its_settings_begins_anew(tmp_path, resume):
+def test_run_without_settings_starts_again(tmp_path, resume):
     """The disk was full, or the process was killed."""
     for name in ("run.lock", "run.json", ".run.json.0a1b2c3d4e5f", ".config.toml.0a1b2c3d4e5f"):
         (tmp_path / name).write_text("{")
@@ -339,7 +339,7 @@ def test_a_run_that_ended_before_it_wrote_its_settings_begins_anew(tmp_path, res
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds):
+def test_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds):
     killed = begin(tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rounds)
@@ -359,7 +359,7 @@ def test_a_process_killed_within_a_round_is_resumed_bit_for_bit(tmp_path, rounds
     same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_a_run_that_is_going_on_is_not_resumed(tmp_path):
+def test_running_run_is_not_resumed(tmp_path):
     going = begin(tmp_path / "run", rounds=10_000)
     try:
         until(lambda: (tmp_path / "run" / "config.toml").exists())
@@ -372,7 +372,7 @@ def test_a_run_that_is_going_on_is_not_resumed(tmp_path):
         going.communicate()
 
 
-def test_the_command_refuses_what_contradicts_resume(tmp_path):
+def test_options_that_contradict_resume_raise(tmp_path):
     nothing = command("--resume", str(tmp_path))
     output, _ = nothing.communicate(timeout=120)
     assert nothing.returncode == 2

@@ -46,7 +46,7 @@ def some_points(draw):
 
 @settings(max_examples=60, derandomize=True)
 @given(some_points(), st.sampled_from(EACH), st.integers(0, 1000))
-def test_the_order_of_clients_is_nothing(points, kind, seed):
+def test_order_of_clients_does_not_matter(points, kind, seed):
     order = np.random.default_rng(seed).permutation(len(points))
     one, other = averaged(points, kind), averaged(points[order], kind)
     np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * np.abs(points).max())
@@ -54,7 +54,7 @@ def test_the_order_of_clients_is_nothing(points, kind, seed):
 
 @settings(max_examples=40, derandomize=True)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000), st.sampled_from(EACH))
-def test_where_all_agree_it_is_the_mean(clients, width, seed, kind):
+def test_rule_equals_the_mean_if_all_agree(clients, width, seed, kind):
     point = np.random.default_rng(seed).normal(size=width)
     same = np.tile(point, (clients, 1))
     np.testing.assert_allclose(averaged(same, kind), point, rtol=1e-12)
@@ -71,7 +71,7 @@ def test_where_all_agree_it_is_the_mean(clients, width, seed, kind):
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_the_malicious_clients_it_withstands_move_it_no_farther_than_honest_ones(
+def test_tolerated_attackers_move_the_result_no_farther_than_honest_clients(
     clients, kind, far, seed, together
 ):
     """Krum requires 2 f + 2 < K; the distance is in standard deviations of honest replies."""
@@ -89,7 +89,7 @@ def test_the_malicious_clients_it_withstands_move_it_no_farther_than_honest_ones
 
 @settings(max_examples=200, derandomize=True)
 @given(st.integers(0, 200), st.floats(0.01, 0.5))
-def test_the_share_is_rounded_up_but_leaves_a_majority(clients, share):
+def test_excluded_fraction_is_rounded_up_but_keeps_a_majority(clients, share):
     f = max_malicious(clients, share)
     assert f < clients / 2 or clients == f == 0
     assert f >= min(share * clients - 1e-6, math.ceil(clients / 2) - 1)
@@ -104,7 +104,7 @@ def test_the_share_is_rounded_up_but_leaves_a_majority(clients, share):
 
 @settings(max_examples=60, derandomize=True)
 @given(some_points(), st.floats(0.05, 0.45), st.integers(0, 100), st.floats(0, 0.6))
-def test_the_trimmed_mean_and_the_median_are_of_those_that_have_a_value(points, share, seed, gaps):
+def test_trimmed_mean_and_the_median_are_of_those_that_have_a_value(points, share, seed, gaps):
     """Yin et al., Definitions 1 and 2, coordinate by coordinate; NaN marks a missing value."""
     points = points.copy()
     points[np.random.default_rng(seed).random(points.shape) < gaps] = np.nan
@@ -122,7 +122,7 @@ def test_the_trimmed_mean_and_the_median_are_of_those_that_have_a_value(points, 
 
 @settings(max_examples=40, derandomize=True)
 @given(some_points())
-def test_the_geometric_median_has_the_least_sum_of_distances(points):
+def test_geometric_median_has_the_least_sum_of_distances(points):
     """Neither a nearby point nor a client's reply has a smaller sum of distances."""
     squared = mean_squares(points) * points.shape[1]
     weights = geometric_weights(squared)
@@ -140,7 +140,7 @@ def test_the_geometric_median_has_the_least_sum_of_distances(points):
 
 @settings(max_examples=60, derandomize=True)
 @given(some_points(), st.floats(0.05, 0.45))
-def test_krum_keeps_those_nearest_to_their_nearest(points, share):
+def test_krum_keeps_clients_nearest_to_their_neighbors(points, share):
     """Blanchard et al.: scores use the K - f - 2 nearest replies.
 
     The K - f replies with the lowest scores are kept.
@@ -180,7 +180,7 @@ def slow_filter(points, share):
 
 @settings(max_examples=80, derandomize=True)
 @given(some_points(), st.integers(0, 3), st.sampled_from([2.0, 6.0, 50.0]))
-def test_the_filter_is_its_algorithm(points, malicious, far):
+def test_filter_equals_its_algorithm(points, malicious, far):
     points = points.copy()
     points[:malicious] *= far
     squared = mean_squares(points) * points.shape[1]
@@ -188,7 +188,7 @@ def test_the_filter_is_its_algorithm(points, malicious, far):
 
 
 @pytest.mark.parametrize("clients", [4, 5, 8, 10, 25])
-def test_the_filter_keeps_all_of_those_who_differ_alike(clients):
+def test_filter_keeps_equally_different_clients(clients):
     for seed in range(20):
         points = np.random.default_rng(seed).normal(size=(clients, 200))
         assert filter_clients(mean_squares(points), SHARE).all()
@@ -196,7 +196,7 @@ def test_the_filter_keeps_all_of_those_who_differ_alike(clients):
 
 @settings(max_examples=40, derandomize=True)
 @given(some_points(), st.integers(0, 100), st.floats(0, 0.7))
-def test_differences_are_over_what_two_clients_have_in_common(points, seed, gaps):
+def test_differences_use_common_entries(points, seed, gaps):
     points = points.copy()
     points[np.random.default_rng(seed).random(points.shape) < gaps] = np.nan
     found = mean_squares(points)
@@ -221,7 +221,7 @@ def test_rounding_errors_are_no_differences():
     assert mean_squares(points + 1e-4 * np.arange(5)[:, None]).any()
 
 
-def test_the_usual_distance_is_an_honest_one():
+def test_usual_distance_is_an_honest_one():
     """One of five clients may be malicious, so six of the ten pairs are honest."""
     points = np.array([[0.0], [1.0], [2.0], [4.0], [1000.0]])
     assert typical_distance(mean_squares(points), SHARE) == pytest.approx(16)
@@ -261,7 +261,7 @@ def test_relative_distances_are_those_of_all_tensors_or_of_one(clients, widths, 
     np.testing.assert_allclose(found, slow_relative(tensors, share), rtol=1e-6, atol=1e-9)
 
 
-def test_a_tensor_that_the_others_leave_alone_is_as_far_as_possible():
+def test_tensor_changed_by_one_client_has_maximal_distance():
     """Its typical distance is 0; in a tensor that nobody changes, all distances are 0."""
     frozen = np.ones((5, 3))
     frozen[2, 1] = 1.5
@@ -275,7 +275,7 @@ def test_a_tensor_that_the_others_leave_alone_is_as_far_as_possible():
     assert bounded.max() < 2, "the typical distance is at least 1"
 
 
-def test_an_unknown_distance_is_that_of_both_clients_to_others():
+def test_unknown_distance_is_that_of_both_clients_to_others():
     n = np.nan
     squared = np.array(
         [
@@ -299,7 +299,7 @@ def test_an_unknown_distance_is_that_of_both_clients_to_others():
     assert np.isnan(complete_distances(np.full((3, 3), n))).all()
 
 
-def test_a_weighted_mean_is_of_those_that_have_a_value():
+def test_weighted_mean_is_of_those_that_have_a_value():
     points = np.array([[1.0, np.nan], [3.0, np.nan], [np.nan, np.nan]])
     found = weighted_mean(points, np.array([1.0, 3.0, 5.0]))
     assert found[0] == pytest.approx(2.5)

@@ -52,11 +52,11 @@ def measured(train=0.0, evaluate=0.0, memory=0.0, loss=None, **accuracy):
     return Measured(by_place, loss, train, evaluate, memory)
 
 
-def test_who_was_asked_is_sorted_whatever_for(state):
+def test_sampled_clients_are_sorted(state):
     assert state.record.asked == ["a", "b", "c"]
 
 
-def test_many_threads_are_all_counted(state):
+def test_counters_are_thread_safe(state):
     """Like the proxies' threads, 64 threads count a thousand messages of one byte each."""
     gate = threading.Barrier(64)
 
@@ -90,7 +90,7 @@ def test_only_present_models_count(state):
     assert again.per_client == {"a": 0.5, "b": 0.75}
 
 
-def test_a_round_that_is_not_evaluated_has_no_accuracy(state):
+def test_round_that_is_not_evaluated_has_no_accuracy(state):
     state.record_measured("a", measured(private=0.5, loss=2.0))
     record = state.finish(evaluated=False)
     assert record.accuracy == {}
@@ -99,7 +99,7 @@ def test_a_round_that_is_not_evaluated_has_no_accuracy(state):
     assert state.finish(evaluated=False).loss is None
 
 
-def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
+def test_fedhet_errors_drop_one_client_and_others_raise(state, notices):
     with state.drop_on_error("a"):
         raise KnowledgeError("a", "logits", "missing")
     with state.drop_on_error("b"):
@@ -113,7 +113,7 @@ def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OverflowError("too far"), RecursionError("deep")])
-def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
+def test_reply_that_exhausts_memory_is_dropped(state, notices, error):
     with state.drop_on_error("a"):
         raise error
     assert state.record.failed == {
@@ -126,7 +126,7 @@ def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
     [MemoryError(), OverflowError("too far"), RecursionError("deep"), OSError("gone"), KeyError(1)],
 )
 @pytest.mark.parametrize("step", ["decode", "read_arrays", "read_measures"])
-def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, error, step):
+def test_read_errors_name_the_client(exchange, monkeypatch, error, step):
     def fails(*_):
         raise error
 
@@ -144,7 +144,7 @@ def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, 
 FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"
 
 
-def test_what_a_client_says_of_its_failure_is_one_printable_line(exchange, state, notices):
+def test_reported_failure_is_one_printable_line(exchange, state, notices):
     for metrics, status in (({"error": FORGED}, Code.OK), ({}, Code.FIT_NOT_IMPLEMENTED)):
         result = FitRes(Status(status, FORGED), answer(means()).parameters, 1, metrics)
         with state.drop_on_error("a"):
@@ -163,7 +163,7 @@ def test_reasons_of_failures_are_printable():
     assert all(reason.isprintable() for reason in found.values())
 
 
-def test_an_error_that_a_client_answers_is_printable():
+def test_reported_error_is_printable():
     told = []
     result = FitRes(Status(Code.OK, ""), Parameters([], ""), 0, {"error": FORGED})
     client = SimpleNamespace(cid="1", fit=lambda *_: result)
@@ -173,7 +173,7 @@ def test_an_error_that_a_client_answers_is_printable():
     assert told[0][1].isprintable()
 
 
-def test_figures_are_numbers_that_json_has(state):
+def test_metrics_are_json_serializable(state):
     state.add_metrics(
         {"half": np.float32(0.5), "seven": np.int64(7), "none": np.nan, "inf": np.inf}
     )
@@ -181,7 +181,7 @@ def test_figures_are_numbers_that_json_has(state):
     assert {type(value) for value in state.record.method.values()} == {float}
 
 
-def test_where_the_time_went(monkeypatch, notices):
+def test_durations_add_up(monkeypatch, notices):
     """Three clients run two at a time; 6 s of work take 3 s of the 5 s wait."""
     now = iter([10.0, 11.0, 16.0, 18.0])
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
@@ -196,7 +196,7 @@ def test_where_the_time_went(monkeypatch, notices):
     assert state.record.peak_memory_mb == 7.0
 
 
-def test_what_is_known_of_clients_outlives_the_process(state, notices):
+def test_client_statistics_survive_the_process(state, notices):
     state.record_measured("a", measured(private=0.5))
     state.scores.mark_outdated(["b"])
     other = RoundState(1, notices.append)
@@ -249,7 +249,7 @@ def means(**changes):
     return Knowledge({**tensors, **changes})
 
 
-def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
+def test_shared_payload_is_encoded_once_and_counted_per_client(exchange, state):
     same, other = means(), means(counts=np.array([2, 2]))
     sent = exchange.encode_all(1, {"a": same, "b": same, "c": other})
     assert sent["a"] is sent["b"]
@@ -257,7 +257,7 @@ def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
     assert state.record.bytes_down == sum(sum(map(len, p.tensors)) for p in sent.values())
 
 
-def test_what_was_sent_to_train_is_kept_until_its_call_is_closed():
+def test_instruction_is_kept_until_its_call_is_closed():
     state = RoundState(2, print, calls=OpenCalls(keep_all=True))
     exchange, calls = Codec("run-1", small("felo").method, LIMIT, state), state.calls
     same, other = means(), means(counts=np.array([2, 2]))
@@ -282,7 +282,7 @@ def test_no_instruction_is_kept_unless_a_reply_can_refer_to_it(exchange, state):
     assert state.calls.sent("a", 1) == (sent, 3)
 
 
-def test_a_late_reply_takes_its_instruction_to_disk_and_back(tmp_path):
+def test_late_reply_is_stored_with_its_instruction(tmp_path):
     calls = OpenCalls(tmp_path, "run-1")
     for name, digest in (("a", 5), ("b", 6)):
         calls.keep(name, 1, means(), digest)
@@ -312,7 +312,7 @@ def test_a_late_reply_takes_its_instruction_to_disk_and_back(tmp_path):
     assert not calls.late_rounds
 
 
-def test_a_resumed_run_has_the_calls_whose_replies_are_on_disk_and_makes_the_others_again(tmp_path):
+def test_resumed_run_restores_replies_on_disk_and_repeats_other_calls(tmp_path):
     """A reply that arrives after the run was interrupted is stored with its instruction."""
     calls = OpenCalls(tmp_path, "run-1", keep_all=True)
     for name in ("a", "b", "c"):
@@ -340,7 +340,7 @@ def test_a_resumed_run_has_the_calls_whose_replies_are_on_disk_and_makes_the_oth
     assert not list((tmp_path / "late").iterdir()), "a new run has no replies of another"
 
 
-def test_a_reply_is_read_and_counted(exchange, state):
+def test_reply_is_read_and_counted(exchange, state):
     result = answer(means(), {"accuracy.common.private": 0.5})
     reply = decoded(exchange, result)
     assert reply.samples == 12
@@ -369,14 +369,14 @@ def test_a_reply_is_read_and_counted(exchange, state):
         (answer(means(more=np.zeros(LIMIT, np.uint8))), "payload"),
     ],
 )
-def test_a_reply_that_is_not_of_this_round_or_contract_is_refused(exchange, state, result, field):
+def test_reply_of_another_round_or_contract_is_dropped(exchange, state, result, field):
     with pytest.raises(KnowledgeError) as caught:
         decoded(exchange, result)
     assert (caught.value.sender, caught.value.field) == ("a", field)
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors)), "it did travel"
 
 
-def test_who_rests_is_not_evaluated_and_nobody_left_ends_nothing(notices):
+def test_client_that_backs_off_is_not_evaluated(notices):
     state = RoundState(2, notices.append, ClientHealth(1, 1, notices.append))
     for number, outcomes in enumerate([{"a": "refused", "b": "silent"}, {"c": None}], start=1):
         state.start(number)
@@ -393,9 +393,7 @@ def test_who_rests_is_not_evaluated_and_nobody_left_ends_nothing(notices):
     ("unable", "answered", "back"),
     [(0, 5, False), (2, 3, False), (3, 2, True), (5, 0, True), (0, 0, False)],
 )
-def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
-    notices, unable, answered, back
-):
+def test_server_rolls_back_if_most_clients_fail(notices, unable, answered, back):
     state = RoundState(2, notices.append)
     state.start(1)
     assert state.finalize(["a", "b"]) is False
@@ -419,7 +417,7 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
         assert state.finalize([]) is False, "there is nothing further back"
 
 
-def test_before_anything_has_worked_there_is_nothing_to_go_back_to(notices):
+def test_no_rollback_before_the_first_success(notices):
     state = RoundState(2, notices.append)
     state.start(1)
     with state.drop_on_error("a"):

@@ -29,7 +29,7 @@ def states(directory):
     return sorted((directory / "state").glob("*/*/round-*.safetensors"))
 
 
-def test_what_a_run_leaves(felo):
+def test_run_directory_contains_the_documented_files(felo):
     directory, summary = felo
     for name in ("config.toml", "partition.json", "metrics.jsonl", "summary.json", "report.html"):
         assert (directory / name).stat().st_size > 0
@@ -47,7 +47,7 @@ def test_what_a_run_leaves(felo):
         assert values["worst"] == min(each)
 
 
-def test_the_summary_counts_the_test_samples(felo):
+def test_summary_counts_the_test_samples(felo):
     directory, summary = felo
     counts = json.loads((directory / "partition.json").read_text())["counts"].values()
     clients = [json.loads(path.read_text()) for path in directory.glob("state/*/*/client.json")]
@@ -57,7 +57,7 @@ def test_the_summary_counts_the_test_samples(felo):
     assert summary["test_samples"] == {"personal": personal, "common": 100}
 
 
-def test_the_last_round_is_the_headline(felo):
+def test_last_round_is_the_headline(felo):
     directory, summary = felo
     for protocol, kinds in records(directory)[-1]["accuracy"].items():
         for kind, last in kinds.items():
@@ -69,7 +69,7 @@ def test_the_last_round_is_the_headline(felo):
             }
 
 
-def test_bytes_are_those_of_the_payloads(tmp_path):
+def test_recorded_bytes_equal_the_payloads(tmp_path):
     server = Server(small(), tmp_path / "run")
     asked, answers = server.play(1)
     server.close(1)
@@ -83,13 +83,13 @@ def test_same_seed_same_summary(felo, tmp_path):
     assert without_times(run(small(), tmp_path / "again")) == without_times(first)
 
 
-def test_another_seed_is_another_run(felo, tmp_path):
+def test_other_seed_changes_the_run(felo, tmp_path):
     _, first = felo
     other = run(small(seed=1), tmp_path / "other")
     assert other["accuracy"] != first["accuracy"]
 
 
-def test_ray_gives_the_numbers_of_inline(felo, tmp_path):
+def test_ray_gives_the_metrics_of_inline(felo, tmp_path):
     _, inline = felo
     on_ray = run(small(backend="ray"), tmp_path / "ray")
     assert without_times(on_ray) == without_times(inline)
@@ -105,7 +105,7 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "asked"), [(1, 2), (2, 4), (100, 100)])
-def test_no_more_clients_are_asked_at_once_than_workers_soon_take(tmp_path, workers, asked):
+def test_number_of_concurrent_calls_is_limited(tmp_path, workers, asked):
     config = small(clients=100)
     server = components(config, tmp_path / "run", workers=workers, watchers=[]).server
     assert server.max_workers == asked
@@ -125,7 +125,7 @@ def test_sampling_goes_by_name_and_seed(tmp_path):
     assert selections != [other.select(t, members) for t in range(1, 30)]
 
 
-def test_everybody_is_judged_though_few_are_sampled(tmp_path):
+def test_all_clients_are_evaluated_if_few_are_sampled(tmp_path):
     directory = tmp_path / "few"
     summary = run(small(rounds=3, fraction=0.25, evaluate_every=2), directory)
     rounds = records(directory)
@@ -136,7 +136,7 @@ def test_everybody_is_judged_though_few_are_sampled(tmp_path):
     assert len(summary["accuracy"]["personal"]["private"]["per_client"]) == 4
 
 
-def test_a_restarted_client_finds_its_model(felo):
+def test_restarted_client_restores_its_model(felo):
     directory, summary = felo
     config = small()
     node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
@@ -148,7 +148,7 @@ def test_a_restarted_client_finds_its_model(felo):
     assert fresh.state.participations == 2
 
 
-def test_a_state_of_another_model_is_refused(felo):
+def test_state_of_another_model_raises(felo):
     directory, _ = felo
     config = small(models=["cnn2", "mlp"])
     node = read_node({"partition-id": 1, "num-partitions": 4}, config.run, str(directory / "state"))
@@ -177,7 +177,7 @@ def test_a_state_of_another_model_is_refused(felo):
         ({}, {"round": 7}, "round: expected 1, got 7"),
     ],
 )  # fmt: skip
-def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, changes, signed, fault):
+def test_invalid_reply_is_dropped_with_name_and_field(tmp_path, changes, signed, fault):
     def edit(tensors):
         for name, change in changes.items():
             value = tensors.pop(name, None)
@@ -218,7 +218,7 @@ class Damaging(InlineProxy):
         return result
 
 
-def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
+def test_undecodable_reply_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
     answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
@@ -241,7 +241,7 @@ class Unwell(InlineProxy):
         return super().fit(ins, timeout, group_id)
 
 
-def test_a_client_that_dies_ends_no_run(tmp_path, monkeypatch):
+def test_dying_client_does_not_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Unwell)
     run(small(), tmp_path / "run")
     first, second = records(tmp_path / "run")
@@ -250,7 +250,7 @@ def test_a_client_that_dies_ends_no_run(tmp_path, monkeypatch):
     assert len(second["accuracy"]["common"]["private"]["per_client"]) == 4
 
 
-def test_a_malformed_instruction_is_answered_with_the_fault(tmp_path):
+def test_malformed_instruction_gets_an_error_reply(tmp_path):
     config = small()
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
     client = open_client(config, node)
@@ -262,7 +262,7 @@ def test_a_malformed_instruction_is_answered_with_the_fault(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_holds_a_run_is_not_overwritten(felo):
+def test_existing_run_is_not_overwritten(felo):
     directory, _ = felo
     before = (directory / "metrics.jsonl").read_bytes()
     with pytest.raises(StateError):
@@ -270,19 +270,19 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(felo):
     assert (directory / "metrics.jsonl").read_bytes() == before
 
 
-def test_nothing_is_trained_where_the_data_is_absent(tmp_path):
+def test_missing_data_raises_before_training(tmp_path):
     config = small(dataset="cifar10", data_dir=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere"):
         simulation.simulate(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
+def test_missing_device_raises(tmp_path):
     with pytest.raises(SettingsError, match=r"'cuda:99'.*engine\.device"):
         simulation.simulate(small(device="cuda:99"), tmp_path / "run")
 
 
-def test_weights_are_not_sent_where_they_are_not_shared(tmp_path):
+def test_unshared_weights_are_not_sent(tmp_path):
     server = Server(small(**{"felo.share-weights": False}), tmp_path / "run")
     _, result = server.answers(server.ask(1))[0]
     assert set(reply_of(result).tensors) == {"classes", "features", "logits", "counts"}

@@ -45,7 +45,7 @@ def opened(directory, models_="mlp", index=0, **changes):
 PREDICT = Knowledge(scalars={"predict": True})
 
 
-def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
+def test_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
     rates = {"cofed.search-rates": [0.002, 0.01]}
     found = grid(resolve({"method": "cofed", **rates}).method_settings)
     expected = [
@@ -56,7 +56,7 @@ def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
     assert {c.lr for c in found if c.optimizer == "sgd"} == {0.02, 0.1}
 
 
-def test_the_default_grid_is_that_of_the_published_script():
+def test_default_grid_equals_the_published_script():
     """[0.02 0.04 0.06 0.08 0.1] / (1 + 9 * (s == "adam")), for "adam" and "sgdm"; updates .1, 2."""
     settings = resolve({"method": "cofed"}).method_settings
     tried = grid(settings)
@@ -68,7 +68,7 @@ def test_the_default_grid_is_that_of_the_published_script():
     assert settings.search == "none"
 
 
-def test_the_best_is_the_most_accurate_then_the_least_lossy_then_the_first():
+def test_best_candidate_has_highest_accuracy_then_lowest_loss():
     one, two, three = (Candidate("adam", lr, 1.0) for lr in (1.0, 2.0, 3.0))
 
     def chosen(*scores):
@@ -105,7 +105,7 @@ def same_weights(ours, expected):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_the_rate_falls_after_each_epoch_from_where_it_was():
+def test_learning_rate_decays_after_each_epoch():
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     sgd = torch.optim.SGD([{"params": weights[:1], "lr": 0.8}, {"params": weights[1:], "lr": 0.4}])
     lower = Optimization(sgd, torch.amp.GradScaler("cpu", enabled=False)).decay_schedule(0.5)
@@ -132,7 +132,7 @@ def candidates_by_hand(decays):
 
 
 @pytest.mark.parametrize(("index", "decays"), [(0, (1.0, 0.5)), (1, (0.5, 0.4))])
-def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
+def test_search_equals_plain_torch(tmp_path, index, decays):
     """Repeat the search for both phases: candidates, held-out data, and the choice."""
     tried = {**GRID, "cofed.search-decays": decays}
     client = opened(tmp_path, index=index, **tried)
@@ -190,7 +190,7 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     assert client.training.lr == pytest.approx(expected.lr * facts["search.update"])
 
 
-def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
+def test_search_of_one_candidate_equals_no_search(tmp_path):
     """Trials must not change later draws of dropout or augmentation."""
     extra = {"training.augment": "crop-flip", "training.optimizer": "adam", "training.lr": 0.002}
     one = {"cofed.search-rates": 0.002, "cofed.search-decays": 1, "cofed.search-updates": 1}
@@ -208,7 +208,7 @@ def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
     assert "search.lr" not in plain.state.metadata
 
 
-def test_what_was_found_is_kept_with_the_private_model(tmp_path):
+def test_result_is_kept_with_the_private_model(tmp_path):
     config = small("cofed", **{**TASKS, **GRID, "models": ["mlp", "sk-tree"], "clients": 2})
     server = Server(config, tmp_path / "run")
     for number in (1, 2):
@@ -227,7 +227,7 @@ def test_what_was_found_is_kept_with_the_private_model(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_too_little_data_is_not_searched_on(tmp_path, count):
+def test_too_little_data_skips_the_search(tmp_path, count):
     client = opened(tmp_path, **GRID)
     few = torch.arange(count)
     client.samples.own = type(client.samples.own)(client.x[few], client.y[few])
@@ -260,7 +260,7 @@ def test_too_little_data_is_not_searched_on(tmp_path, count):
         ("search", "random", "expected one of none, grid"),
     ],
 )
-def test_an_invalid_search_is_refused(name, value, rule):
+def test_invalid_search_raises(name, value, rule):
     with pytest.raises(SettingsError) as caught:
         resolve({"method": "cofed", f"cofed.{name}": value})
     # A text for a list is shown as the list that it was read as.

@@ -46,7 +46,7 @@ def config_of(method: str, **changes: object):
     return small(method, **{**fast(method), **SETTINGS.get(method, {}), **changes})
 
 
-def test_the_methods_of_the_design_can_be_summed():
+def test_methods_of_the_design_can_be_summed():
     design = (
         "fedavg fedprox fedbn fedper lg-fedavg fml fedmrl pfedme fedtype pfedbayes felo fedproto "
         "fedhe fedmd ds-fl heterofl"
@@ -64,7 +64,7 @@ def test_the_methods_of_the_design_can_be_summed():
         if name != "fedsa"  # needs a pretrained encoder, see tests/test_fedlora.py
     ],
 )
-def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, monkeypatch, method):
+def test_masked_round_gives_the_same_instructions_as_plain_text(tmp_path, monkeypatch, method):
     monkeypatch.setattr(simulation, "peers_of", weighed_by_samples)
     check_same_instructions(config_of(method), tmp_path)
 
@@ -142,7 +142,7 @@ def to_zero(tensors) -> None:
         if name != "fedsa"  # needs a pretrained encoder; its messages are those of fedavg
     ],
 )
-def test_a_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method, form):
+def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method, form):
     """With replies that the server knows, the sum would be the remaining client's reply."""
     one_model = {"models": ["cnn2"]} if method == "felo" else {}
     config = config_of(method, rounds=3, **SECURE, **one_model)
@@ -177,7 +177,7 @@ def test_a_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, metho
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "pfedme", "heterofl", "fedper", "fedbn"])
-def test_a_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_round(
+def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_round(
     tmp_path, method
 ):
     """A server could spoil earlier rounds for all clients but one, and so know their replies."""
@@ -205,7 +205,7 @@ def test_a_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_r
     assert same is (lane.server == "malicious")
 
 
-def test_the_sums_that_resist_a_malicious_server_are_the_documented_ones():
+def test_sums_that_resist_a_malicious_server_are_the_documented_ones():
     resisting = {
         name
         for name in SUMMED
@@ -219,9 +219,7 @@ def test_the_sums_that_resist_a_malicious_server_are_the_documented_ones():
     )
 
 
-def test_a_site_that_requires_protection_from_a_malicious_server_refuses_other_sums(
-    tmp_path, monkeypatch
-):
+def test_site_that_requires_protection_rejects_other_sums(tmp_path, monkeypatch):
     def malicious(data, *, peers_of=simulation.peers_of):
         peers, keys = peers_of(data)
         return replace(peers, server="malicious"), keys
@@ -241,7 +239,7 @@ def test_a_site_that_requires_protection_from_a_malicious_server_refuses_other_s
         ("training.lr", [0.1, 1e-12]),
     ],
 )
-def test_settings_with_which_a_server_could_know_single_replies_are_rejected(setting, value):
+def test_settings_that_reveal_single_replies_raise(setting, value):
     with pytest.raises(SettingsError, match=setting):
         config_of("fedavg", **SECURE, **{setting: value})
 
@@ -263,7 +261,7 @@ def test_regularization_must_not_amplify_the_site_with_the_most_batches(method, 
     assert config_of(method, **SECURE)
 
 
-def test_the_precision_does_not_depend_on_the_machine():
+def test_precision_does_not_depend_on_the_machine():
     changed = {"engine.precision": "auto"}
     assert config_of("fedavg", **changed).run.engine.precision == "auto"
     assert config_of("fedavg", **changed, **SECURE).run.engine.precision == "float32"
@@ -291,7 +289,7 @@ def test_sums_do_not_reveal_numbers_of_samples(tmp_path):
     assert len({*by_class}) == 1
 
 
-def test_a_client_sends_nothing_about_its_own_samples(tmp_path):
+def test_client_sends_nothing_about_its_own_samples(tmp_path):
     server = Server(config_of("fedavg", **SECURE), tmp_path)
     assert {member.info.samples for member in server.strategy.members.values()} == {2}
     _, answers = server.play(1)
@@ -318,7 +316,7 @@ def test_a_client_sends_nothing_about_its_own_samples(tmp_path):
             assert (result.loss > 0) is is_plain
 
 
-def test_a_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
+def test_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
     server = Server(config_of("fedavg", **SECURE), tmp_path)
     asked = server.ask(1)
     first, second = server.answers(asked), server.answers(asked)
@@ -326,7 +324,7 @@ def test_a_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
         assert one.parameters.tensors == other.parameters.tensors
 
 
-def test_a_reply_passes_the_steps_of_an_instruction_in_the_opposite_order(tmp_path, monkeypatch):
+def test_reply_passes_the_steps_of_an_instruction_in_the_opposite_order(tmp_path, monkeypatch):
     """The guarantees rest on this order, e.g. a reply is stored only after the state is saved."""
     noise = {"privacy.noise-multiplier": 1.0, "models.pool": ["mlp"]}
     server, order = Server(config_of("fedavg", **SECURE, **noise), tmp_path), []
@@ -365,7 +363,7 @@ def test_a_reply_passes_the_steps_of_an_instruction_in_the_opposite_order(tmp_pa
     assert again.parameters.tensors == first.parameters.tensors
 
 
-def test_a_run_continues_without_a_sum_that_clients_refuse(tmp_path, monkeypatch):
+def test_run_continues_without_a_sum_that_clients_refuse(tmp_path, monkeypatch):
     lane_of = Masking._lane
 
     def refusing(self, number, cohort):
@@ -382,7 +380,7 @@ def test_a_run_continues_without_a_sum_that_clients_refuse(tmp_path, monkeypatch
     assert any("sum of weights of cnn2 is lost: 0 of 6" in text for text in said.texts)
 
 
-def test_a_run_continues_without_the_clients_that_are_lost(tmp_path):
+def test_run_continues_without_the_clients_that_are_lost(tmp_path):
     # One of six clients drops out in round 1, which the sum tolerates, and two in round 2.
     config = config_of("fedavg", rounds=3, **SECURE, **{"pace.drop-outs": 0.08, "seed": 17})
     run(config, tmp_path)
@@ -405,7 +403,7 @@ def test_a_run_continues_without_the_clients_that_are_lost(tmp_path):
         pytest.param("_sum", "after", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_that_is_stopped_at_any_step_resumes_with_the_same_sums(
+def test_server_that_is_stopped_at_any_step_resumes_with_the_same_sums(
     tmp_path, monkeypatch, step, moment
 ):
     config = config_of("fedavg", rounds=2, **SECURE)
@@ -455,7 +453,7 @@ def test_differential_privacy_and_int8_instructions_work_with_sums(tmp_path):
 @pytest.mark.parametrize(
     "method", sorted(name for name, m in all_methods()[0].items() if m.spec.sums.unsupported)
 )
-def test_methods_that_need_single_replies_are_refused(method):
+def test_methods_that_need_single_replies_raise(method):
     reason = find_method(method).spec.sums.unsupported
     with pytest.raises(SettingsError) as error:
         resolve({"method": method, **SECURE})
@@ -487,13 +485,13 @@ def test_methods_that_need_single_replies_are_refused(method):
         ),
     ],
 )
-def test_settings_that_need_single_replies_are_refused(settings, message):
+def test_settings_that_need_single_replies_raise(settings, message):
     with pytest.raises(SettingsError) as error:
         resolve({"method": "fedavg", **SECURE, **settings})
     assert message in str(error.value)
 
 
-def test_a_round_waits_until_enough_clients_for_a_sum_are_connected(tmp_path):
+def test_round_waits_until_enough_clients_for_a_sum_are_connected(tmp_path):
     """Otherwise, the remaining rounds of three sites pass while one of them restarts."""
     server = Server(config_of("fedavg", clients=3, join_timeout=60.0, **SECURE), tmp_path)
     server.play(1)
@@ -504,13 +502,13 @@ def test_a_round_waits_until_enough_clients_for_a_sum_are_connected(tmp_path):
     assert sorted(proxy.name for proxy, _ in server.ask(2)) == ["client-0", "client-1", "client-2"]
 
 
-def test_a_round_without_enough_clients_for_a_sum_is_called_off_after_the_timeout(tmp_path):
+def test_round_without_enough_clients_is_canceled_after_the_timeout(tmp_path):
     server = Server(config_of("fedavg", clients=3, join_timeout=1.0, **SECURE), tmp_path)
     server.manager.unregister(server.manager.all()["client-1"])
     assert server.ask(1) == []
 
 
-def test_a_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_path):
+def test_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_path):
     for secure, called in ((True, 3), (False, 2)):
         (directory := tmp_path / f"{secure}").mkdir()
         changes = {"clients": 3, **(SECURE if secure else {})}
@@ -522,13 +520,13 @@ def test_a_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_p
         assert len(server.ask(1)) == called
 
 
-def test_a_level_with_too_few_clients_is_refused_before_the_first_round(tmp_path):
+def test_level_with_too_few_clients_raises_before_the_first_round(tmp_path):
     config = config_of("heterofl", clients=5, **SECURE)
     with pytest.raises(SettingsError, match=r"3 clients.*2 clients"):
         Server(config, tmp_path)
 
 
-def test_a_run_without_secure_aggregation_has_no_keys(tmp_path: Path):
+def test_run_without_secure_aggregation_has_no_keys(tmp_path: Path):
     server = Server(config_of("fedavg"), tmp_path)
     server.play(1)
     assert not (tmp_path / "secure-aggregation.json").exists()

@@ -29,7 +29,7 @@ def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def test_power_of_choice_takes_the_highest_losses_of_those_that_are_drawn():
+def test_power_of_choice_selects_the_highest_losses_of_the_candidates():
     history = History({name: LastReply(1, float(k), 1.0, 10) for k, name in enumerate(NAMES)})
     samples = dict.fromkeys(NAMES, 10.0)
     assert power_of_choice(NAMES, samples, history, 3, 20, rng()) == ["c19", "c18", "c17"]
@@ -48,7 +48,7 @@ def test_power_of_choice_draws_candidates_by_their_samples():
     assert drawn.count("c00") > 180
 
 
-def test_oort_explores_those_that_it_does_not_know():
+def test_oort_explores_unknown_clients():
     history = History({name: LastReply(1, 1.0, 1.0, 10) for name in NAMES[:10]})
     first = oort(NAMES, history, 1, 10, rng())
     assert sum(name in NAMES[10:] for name in first) == 9  # 0.9 of ten
@@ -58,7 +58,7 @@ def test_oort_explores_those_that_it_does_not_know():
     assert len(set(alone)) == 6
 
 
-def test_oorts_utility_is_the_loss_of_all_samples_held_back_where_it_is_slow():
+def test_oort_utility_is_the_loss_with_a_penalty_for_slow_clients():
     """Compute Eq. 2: |B| times the loss, times (T / t)^2 beyond T, plus a bonus for age."""
     clients = {
         "a": LastReply(4, 2.0, 1.0, 50),
@@ -74,7 +74,7 @@ def test_oorts_utility_is_the_loss_of_all_samples_held_back_where_it_is_slow():
         assert found[name] == pytest.approx(value)
 
 
-def test_oort_prefers_what_teaches_more_and_is_not_slow():
+def test_oort_prefers_useful_and_fast_clients():
     history = History({name: LastReply(1, 0.1, 1.0, 10) for name in NAMES})
     for name in NAMES[:5]:
         history.clients[name] = LastReply(1, 5.0, 1.0, 10)
@@ -83,7 +83,7 @@ def test_oort_prefers_what_teaches_more_and_is_not_slow():
     assert set(oort(NAMES, history, 500, 3, rng())) == set(NAMES[2:5])
 
 
-def test_the_pacer_gives_more_time_when_rounds_are_worth_less():
+def test_pacer_extends_the_deadline_when_utility_falls():
     clients = {name: LastReply(1, 1.0, float(k), 10) for k, name in enumerate(NAMES)}
     calm = preferred_seconds(History(clients, [5.0] * 40))
     assert preferred_seconds(History(clients, [5.0] * 20 + [4.0] * 20)) > calm
@@ -92,7 +92,7 @@ def test_the_pacer_gives_more_time_when_rounds_are_worth_less():
 
 
 @pytest.mark.parametrize("select", ["random", "power-of-choice", "oort"])
-def test_as_many_as_asked_for_none_twice_whatever_the_order(select):
+def test_selection_has_the_requested_size_without_duplicates(select):
     history = {name: LastReply(1, float(k), 1.0, 10) for k, name in enumerate(NAMES[:15])}
     members = [ClientInfo(name, "mlp", 10, 10, "image", (1, 8, 8)) for name in NAMES]
     for count, more in ((1, 0.0), (7, 0.0), (20, 0.0), (20, 0.5)):
@@ -106,7 +106,7 @@ def test_as_many_as_asked_for_none_twice_whatever_the_order(select):
 
 
 @pytest.mark.parametrize("select", ["power-of-choice", "oort"])
-def test_a_run_that_chooses_by_loss_resumes_as_if_it_had_not_been_cut(tmp_path, select):
+def test_run_with_selection_by_loss_resumes_identically(tmp_path, select):
     changes = {"select": select, "clients": 6, "fraction": 0.5, "models": ["mlp"], "rounds": 4}
     config = small("fedavg", clock="log-normal", **changes)
     run(config, tmp_path / "whole")

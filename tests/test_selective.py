@@ -52,7 +52,7 @@ def draw(seed, clients=4, samples=12, scale=3.0):
 
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.1, 1.0, 3.0, 10.0]))
-def test_the_weights_of_equation_4(seed, clients, scale):
+def test_weights_equal_equation_4(seed, clients, scale):
     logits, labels = draw(seed, clients, scale=scale)
     alpha = reliability(torch.tensor(logits), torch.tensor(labels)).numpy()
     np.testing.assert_allclose(alpha, reference_alpha(logits, labels), rtol=1e-3, atol=1e-6)
@@ -65,20 +65,20 @@ def one_sample(*rows):
     return torch.tensor([[row] for row in rows]), torch.tensor([1])
 
 
-def test_without_a_reliable_client_there_are_no_weights_and_no_lesson():
+def test_no_reliable_client_gives_no_weights_and_no_target():
     logits, labels = one_sample([3.0, 0, 0], [0.0, 0, 1])
     assert reliability(logits, labels).tolist() == [[0], [0]]
     assert fuse(logits, labels).known.tolist() == [False]
 
 
-def test_one_reliable_client_teaches_alone():
+def test_one_reliable_client_is_the_only_teacher():
     logits, labels = one_sample([3.0, 0, 0], [0.5, 2.0, 0], [0.0, 0, 9])
     assert reliability(logits, labels).flatten().tolist() == [0, 1, 0]
     torch.testing.assert_close(fuse(logits, labels).logits, torch.tensor([[0.5, 2.0, 0]]))
 
 
 @pytest.mark.parametrize("sure", [30.0, 1e4, 1e30])
-def test_at_entropy_0_the_weights_are_finite(sure):
+def test_weights_are_finite_at_zero_entropy(sure):
     """1/H is unbounded.
 
     Clients below the floor count alike, and other clients not at all.
@@ -90,7 +90,7 @@ def test_at_entropy_0_the_weights_are_finite(sure):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_lesson_is_the_weighted_sum_of_equation_5(seed):
+def test_target_is_the_weighted_sum_of_equation_5(seed):
     logits, labels = draw(seed)
     lesson = fuse(torch.tensor(logits), torch.tensor(labels))
     expected = np.einsum("kn,knc->nc", reference_alpha(logits, labels), logits)
@@ -98,7 +98,7 @@ def test_the_lesson_is_the_weighted_sum_of_equation_5(seed):
     assert lesson.known.tolist() == (logits.argmax(2) == labels).any(0).tolist()
 
 
-def test_without_selection_everybody_counts():
+def test_all_clients_count_without_selection():
     logits, _ = draw(0)
     lesson = fuse_all(torch.tensor(logits))
     np.testing.assert_allclose(lesson.logits, logits.mean(0), rtol=1e-5, atol=1e-6)
@@ -106,7 +106,7 @@ def test_without_selection_everybody_counts():
 
 
 @pytest.mark.parametrize("fused", [lambda k, y: fuse(k, y), lambda k, y: fuse_all(k)])
-def test_logits_as_large_as_they_can_be_teach_a_number(fused):
+def test_largest_logits_give_finite_targets(fused):
     """A client's finite reply must not end a run."""
     labels = torch.tensor([1, 1])
     most = torch.finfo(torch.float32).max
@@ -121,19 +121,19 @@ def test_logits_as_large_as_they_can_be_teach_a_number(fused):
         assert own.grad.isfinite().all()
 
 
-def test_nothing_asked_teaches_nothing():
+def test_empty_request_gives_no_target():
     lesson = fuse(torch.zeros(3, 0, CLASSES), torch.zeros(0, dtype=torch.long))
     assert lesson.logits.shape == (0, CLASSES)
 
 
-def test_targets_keep_the_rows_that_are_chosen():
+def test_targets_keep_the_selected_rows():
     lesson = Targets.none(4, 2, torch.device("cpu"))
     lesson.keep(torch.tensor([2, 0]), torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([True, False]))
     assert lesson.known.tolist() == [False, False, True, False]
     assert lesson.logits.tolist() == [[0, 0], [0, 0], [1, 2], [0, 0]]
 
 
-def test_a_copy_of_a_lesson_is_its_own():
+def test_copied_target_is_independent():
     lesson = Targets.none(2, 2, torch.device("cpu"))
     every = torch.tensor([0, 1]), torch.ones(2, 2), torch.tensor([True, True])
     lesson.copy().keep(*every)
@@ -154,7 +154,7 @@ def reference_loss(logits, labels, teacher, taught, epsilon):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.75, 1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_losses(seed, epsilon):
+def test_losses(seed, epsilon):
     (own, teacher), labels = draw(seed, 2)
     taught = np.random.default_rng(seed).random(len(labels)) < 0.5
     loss = selective_loss(*map(torch.tensor, (own, labels, teacher, taught)), epsilon)
@@ -163,7 +163,7 @@ def test_the_losses(seed, epsilon):
     )
 
 
-def test_no_gradient_flows_into_the_teacher_nor_from_it_to_the_untaught():
+def test_no_gradient_flows_to_the_teacher():
     own, teacher = torch.randn(2, 6, CLASSES, generator=torch.Generator().manual_seed(0))
     own, teacher = own.requires_grad_(), teacher.requires_grad_()
     labels, taught = torch.arange(6) % CLASSES, torch.tensor([True, True, True] + [False] * 3)

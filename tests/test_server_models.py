@@ -91,7 +91,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 @pytest.mark.parametrize("method", [*RUNS, *SLOW])
-def test_a_server_model_scores_as_the_run_recorded(runs, method):
+def test_server_model_scores_as_the_run_recorded(runs, method):
     directory, summary = runs(method)
     scores = summary["accuracy"]["common"]
     found = list(choices(directory))
@@ -106,7 +106,7 @@ def test_a_server_model_scores_as_the_run_recorded(runs, method):
 
 
 @pytest.mark.parametrize("method", [*RUNS, *SLOW])
-def test_a_client_evaluates_the_models_that_it_received(runs, method):
+def test_client_evaluates_the_models_that_it_received(runs, method):
     directory, summary = runs(method)
     result = fedhet.load(directory)
     name = "client-0"
@@ -120,7 +120,7 @@ def test_a_client_evaluates_the_models_that_it_received(runs, method):
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_an_exported_server_model_predicts_in_plain_pytorch(runs, method, tmp_path):
+def test_exported_server_model_predicts_in_plain_pytorch(runs, method, tmp_path):
     directory, _ = runs(method)
     kind, name = next(choices(directory))
     result = fedhet.load(directory)
@@ -147,7 +147,7 @@ def test_an_exported_server_model_predicts_in_plain_pytorch(runs, method, tmp_pa
     assert np.allclose(found, wanted, atol=1e-6)
 
 
-def test_the_averaged_model_is_the_checkpoint_in_numpy(runs):
+def test_averaged_model_is_the_checkpoint_in_numpy(runs):
     """The directory of the run suffices: there are no client states and no data."""
     directory, _ = runs("fedprox")
     saved = load_file(max((directory / "checkpoints").glob("round-*.safetensors")))
@@ -158,7 +158,7 @@ def test_the_averaged_model_is_the_checkpoint_in_numpy(runs):
     assert np.allclose(found, wanted, atol=1e-5)
 
 
-def test_a_checkpoint_suffices(runs, tmp_path, monkeypatch):
+def test_checkpoint_suffices(runs, tmp_path, monkeypatch):
     directory, _ = runs("felo")
     before = fedhet.load(directory).predict("server", SCALED, architecture="mlp")
     shutil.copytree(directory, tmp_path / "run", ignore=shutil.ignore_patterns("state"))
@@ -180,7 +180,7 @@ def test_heterofl_offers_the_full_model_and_each_width(runs):
     )
 
 
-def test_what_is_ambiguous_or_unknown_lists_the_choices(runs):
+def test_ambiguous_or_unknown_model_raises_with_the_choices(runs):
     directory, _ = runs("felo")
     result = fedhet.load(directory)
     with pytest.raises(StateError, match=r"architecture .*cnn2, mlp.*none"):
@@ -204,14 +204,14 @@ def test_what_is_ambiguous_or_unknown_lists_the_choices(runs):
         ("local", "the server of local stores no model. Use a model of a client, such as client-0"),
     ],
 )  # fmt: skip
-def test_a_server_without_a_complete_model_says_what_to_use(tmp_path, method, says):
+def test_server_without_a_complete_model_raises(tmp_path, method, says):
     changes = {"models": "mlp", **(PUBLIC if method == "cofed" else {})}
     directory, _ = trained(method, tmp_path / "run", **changes)
     with pytest.raises(StateError, match=says):
         fedhet.load(directory).model("server")
 
 
-def test_the_pool_of_um_pfssl(tmp_path):
+def test_pool_of_um_pfssl(tmp_path):
     directory, _ = trained("um-pfssl", tmp_path / "run")
     result = fedhet.load(directory)
     assert set(result.kinds("server")) == {f"pool/client-{k}" for k in range(3)}
@@ -237,7 +237,7 @@ def test_batch_norms_of_heterofl_use_the_samples_of_a_client(tmp_path):
         assert open_models(directory, "client-0").accuracy(kind)["common"] == recorded
 
 
-def test_the_best_round_and_a_resumed_run(tmp_path):
+def test_best_round_and_a_resumed_run(tmp_path):
     """With keep-best, the checkpoint of the best round is kept; the newest is of the last round."""
     rates = {"training.lr": 0.2, "keep-best": True, "models": "mlp"}
     config = small("fedavg", clients=3, rounds=5, **rates)
@@ -255,7 +255,7 @@ def test_the_best_round_and_a_resumed_run(tmp_path):
     assert kept == {f"round-{number:06d}.safetensors" for number in {best, 4, 5}}
 
 
-def test_without_keep_best_the_best_round_is_gone(tmp_path):
+def test_best_round_without_keep_best_raises(tmp_path):
     directory, _ = trained("fedavg", tmp_path / "run", models="mlp")
     path = directory / "metrics.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
@@ -266,7 +266,7 @@ def test_without_keep_best_the_best_round_is_gone(tmp_path):
         open_server(directory, best=True)
 
 
-def test_a_run_without_a_checkpoint_is_one_line(tmp_path):
+def test_run_without_a_checkpoint_raises(tmp_path):
     directory, _ = trained("fedavg", tmp_path / "run", models="mlp")
     for path in (directory / "checkpoints").glob("round-*"):
         path.unlink()
@@ -291,7 +291,7 @@ def test_clients_by_index(runs):
             result.predict(other, SCALED)
 
 
-def test_test_sets_are_those_of_the_run(runs):
+def test_unknown_test_set_raises(runs):
     directory, summary = runs("fedavg")
     result = fedhet.load(directory)
     personal = summary["accuracy"]["personal"]["private"]["per_client"]
@@ -312,7 +312,7 @@ def test_test_sets_are_those_of_the_run(runs):
         result.test("client-7")
 
 
-def test_the_test_samples_of_sites_stay_there(runs, tmp_path):
+def test_test_samples_of_sites_stay_at_the_sites(runs, tmp_path):
     directory, _ = runs("fedavg")
     shutil.copytree(directory, tmp_path / "run", ignore=shutil.ignore_patterns("state"))
     path = tmp_path / "run/run.json"
@@ -321,7 +321,7 @@ def test_the_test_samples_of_sites_stay_there(runs, tmp_path):
         fedhet.load(tmp_path / "run").test("client-0")
 
 
-def test_the_commands(runs, call, tmp_path):
+def test_commands(runs, call, tmp_path):
     directory, _ = runs("felo")
     np.savez(tmp_path / "x.npz", x=SCALED)
     arguments = ("predict", directory, "server", tmp_path / "x.npz", "--csv")
@@ -348,7 +348,7 @@ def counted(truth, predicted, classes=10):
 
 
 @pytest.mark.parametrize("method", ["fedkd", "felo", "fedgems"])
-def test_the_recorded_confusion_matrices_count_the_predictions_of_the_headline_models(runs, method):
+def test_recorded_confusion_matrices_count_the_predictions_of_the_headline_models(runs, method):
     directory, summary = runs(method)
     result = fedhet.load(directory)
     x, y, _ = result.test()
@@ -379,7 +379,7 @@ def test_the_recorded_confusion_matrices_count_the_predictions_of_the_headline_m
         result.confusion(architecture="cnn9")
 
 
-def test_a_confusion_matrix_of_each_model(runs):
+def test_confusion_matrix_of_each_model(runs):
     directory, _ = runs("felo")
     result = fedhet.load(directory)
     for client, kind in (("client-0", "private"), ("client-0", ""), ("server", "global")):
@@ -397,7 +397,7 @@ def test_a_confusion_matrix_of_each_model(runs):
         result.confusion("server", architecture="cnn2", protocol="personal")
 
 
-def test_a_damaged_or_outdated_matrix_of_a_client_is_left_out(tmp_path, monkeypatch):
+def test_damaged_or_outdated_confusion_matrix_is_excluded(tmp_path, monkeypatch):
     """A matrix is used only if it belongs to the recorded accuracy."""
     written = ClientState.write_confusion
 
@@ -413,7 +413,7 @@ def test_a_damaged_or_outdated_matrix_of_a_client_is_left_out(tmp_path, monkeypa
     assert content["matrices"][0]["clients"] == ["client-0"]
 
 
-def test_the_default_model_of_a_client_is_the_headline_model(runs, call, tmp_path):
+def test_default_model_of_a_client_is_the_headline_model(runs, call, tmp_path):
     np.savez(tmp_path / "x.npz", x=SCALED)
     for method, wanted in (("felo", "global"), ("fedkd", "private"), ("fedgems", "private")):
         directory, _ = runs(method)
@@ -431,7 +431,7 @@ def test_the_default_model_of_a_client_is_the_headline_model(runs, call, tmp_pat
         assert json.loads((tmp_path / f"{out.name}.json").read_text())["kind"] == wanted
 
 
-def test_the_command_for_confusion_matrices(runs, call):
+def test_command_for_confusion_matrices(runs, call):
     directory, _ = runs("felo")
     status, text, _ = call("confusion", directory, "client-0", "--csv")
     assert status == 0

@@ -61,7 +61,7 @@ def test_every_setting_has_a_description_a_default_and_a_range():
 @pytest.mark.parametrize(
     "name", [name for name in preset_names() if "felo.alpha" in read_preset(name)]
 )
-def test_velo_has_every_experiment_of_felos(name):
+def test_velo_presets_equal_felo_presets(name):
     """With another method, a preset of Felo loses Felo's settings, including the width."""
     felo, velo = read_preset(name), read_preset(name.replace("felo", "velo"))
     own = {key.replace("felo.", "velo."): value for key, value in felo.items()}
@@ -69,12 +69,12 @@ def test_velo_has_every_experiment_of_felos(name):
     assert {**own, "method": "velo", **algorithm_2} == velo
 
 
-def test_the_defaults_are_allowed():
+def test_defaults_are_allowed():
     assert resolve({}) == resolve(RunSettings().flat())
     assert resolve({}).method.name == RunSettings().method
 
 
-def test_a_run_has_the_settings_of_its_own_method_alone():
+def test_run_has_the_settings_of_its_own_method_alone():
     shared = set(RunSettings.fields())
     assert set(resolve({"method": "local"}).flat()) == shared
     own = set(find_method("felo").settings())
@@ -82,7 +82,7 @@ def test_a_run_has_the_settings_of_its_own_method_alone():
     assert set(resolve({"method": "felo"}).flat()) - shared == own
 
 
-def test_both_halves_of_a_method_read_the_same_settings(tmp_path):
+def test_both_sides_of_a_method_read_the_same_settings(tmp_path):
     config = small(**{"felo.feature-dim": 7, "felo.alpha": 0.25, "felo.weighting": "samples"})
     server = Server(config, tmp_path / "run")
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
@@ -101,7 +101,7 @@ def test_settings_are_frozen(table, name):
         setattr(getattr(run, table) if table else run, name, 3)
 
 
-def test_the_data_get_what_the_settings_say():
+def test_data_spec_copies_settings():
     values = {"clients": 3, "seed": 9, "data.partition": "iid", "data.alpha": 2.0}
     spec = DataSpec.of(resolve({**values, "data.max-samples": 50}).run)
     said = (spec.clients, spec.partition, spec.alpha, spec.seed, spec.max_samples)
@@ -112,7 +112,7 @@ def test_the_data_get_what_the_settings_say():
     assert (spec, hash(spec)) == (alike, hash(alike))  # so that caches find it
 
 
-def test_a_pool_is_read_with_its_spaces():
+def test_pool_is_read_with_its_spaces():
     given = parse_pairs(["models.pool= mlp , cnn2,mlp "])
     assert resolve(given).run.models.pool == ("mlp", "cnn2", "mlp")
 
@@ -120,7 +120,7 @@ def test_a_pool_is_read_with_its_spaces():
 # --- tables ---------------------------------------------------------------------------------
 
 
-def test_a_setting_is_declared_in_one_place():
+def test_setting_is_declared_in_one_place():
     """A setting is not declared again in a subclass, nor with another range in the data.
 
     If the default of a method differs from that of the method it extends, only the default differs.
@@ -170,14 +170,14 @@ USUAL = ("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10")
         ("um-pfssl", 0.0, 0.5, ("cnn2-dropout",), 10),
     ],
 )
-def test_what_some_methods_have_by_default(method, public, labeled, pool, rounds):
+def test_defaults_of_some_methods(method, public, labeled, pool, rounds):
     run = resolve({"method": method}).run
     assert (run.data.public_fraction, run.data.labeled_alpha) == (public, labeled)
     assert (run.models.pool, run.rounds) == (pool, rounds)
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_what_the_user_says_is_not_overruled(method):
+def test_given_settings_are_not_replaced(method):
     said = {"data.public-fraction": 0.3, "data.labeled-alpha": 2.0, "models.pool": ["resnet9"]}
     flat = resolve({"method": method, **said}).flat()
     assert {name: flat[name] for name in said} == said
@@ -196,7 +196,7 @@ def test_what_the_user_says_is_not_overruled(method):
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_a_resolved_config_says_what_was_filled_in_and_resolves_to_itself(tmp_path, method):
+def test_resolved_config_resolves_to_itself(tmp_path, method):
     config = resolve({"method": method})
     _comes_back(config, tmp_path / "mine.toml")
     # As Flower's run config has it: a default says nothing, the method's own words stand.
@@ -205,7 +205,7 @@ def test_a_resolved_config_says_what_was_filled_in_and_resolves_to_itself(tmp_pa
 
 @pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_resolves_to_its_values_and_to_itself(tmp_path, name):
+def test_preset_resolves_to_its_values_and_to_itself(tmp_path, name):
     values = read_preset(name)
     assert values
     config = resolve(values)
@@ -221,7 +221,7 @@ def _comes_back(config, path):
     assert {k: type(v) for k, v in again.items()} == {k: type(v) for k, v in config.flat().items()}
 
 
-def test_a_mistyped_table_in_a_file_is_said_and_another_methods_is_left_out(tmp_path):
+def test_unknown_table_in_a_file_raises(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[trainnig]\nlr = 0.5\n")
     with pytest.raises(SettingsError, match=r"'trainnig\.lr'"):
@@ -230,7 +230,7 @@ def test_a_mistyped_table_in_a_file_is_said_and_another_methods_is_left_out(tmp_
     assert settings_for_method(read_layers(config=path), "felo") == {"clients": 3, "method": "felo"}
 
 
-def test_other_values_of_a_config_leave_the_rest():
+def test_replacing_changes_only_given_settings():
     config = resolve({"method": "cofed", "training.lr": 0.5})
     other = config.replacing(out="here", seed=3)
     flat = {**config.flat(), "out": "here", "seed": 3}
@@ -286,7 +286,7 @@ def test_every_number_is_limited_to_the_range_that_its_error_names():
 
 @pytest.mark.parametrize("name", ["data.alpha", "data.test-fraction", "training.lr"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_is_finite(name, value):
+def test_number_is_finite(name, value):
     refusal(lambda: resolve({name: value}), f"'{name}'", repr(value), "number")
 
 
@@ -310,12 +310,12 @@ TYPED = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in TYPED.items() for n in names])
-def test_another_type(kind, name):
+def test_value_of_another_type_raises(kind, name):
     for value in WRONG[kind]:
         refusal(lambda value=value: resolve({name: value}), f"'{name}'", repr(value), NOUN[kind])
 
 
-def test_a_whole_number_stands_for_a_number():
+def test_integer_is_accepted_as_number():
     config = resolve({"data.alpha": 1, "felo.alpha": 2})
     assert config == resolve({"data.alpha": 1.0, "felo.alpha": 2.0})
     assert type(config.run.data.alpha) is type(config.method_settings.alpha) is float
@@ -355,7 +355,7 @@ def test_other_values_than_the_choices_raise(name):
         ("training.lr", 0.5, 0.5),
     ],
 )
-def test_a_lone_value_is_a_list_of_one(name, lone, several):
+def test_single_value_is_a_list_of_one(name, lone, several):
     config = resolve({name: lone})
     assert config == resolve({name: [lone]})
     assert config.flat()[name] == several
@@ -370,7 +370,7 @@ def test_a_lone_value_is_a_list_of_one(name, lone, several):
         ("training.milestones", "3,5", [3, 5]),
     ],
 )
-def test_a_list_may_be_text_from_python_and_toml_as_on_the_command_line(name, text, several):
+def test_list_may_be_text(name, text, several):
     assert resolve({name: text}).flat()[name] == several
 
 
@@ -387,7 +387,7 @@ def test_a_list_may_be_text_from_python_and_toml_as_on_the_command_line(name, te
         ("data.alpha", [0.1, 0.2], "expected number > 0"),
     ],
 )
-def test_what_is_no_such_list(name, value, rule):
+def test_invalid_list_raises(name, value, rule):
     refusal(lambda: resolve({name: value}), f"'{name}': {rule}")
 
 
@@ -414,18 +414,18 @@ def test_what_is_no_such_list(name, value, rule):
     ],
 )
 @pytest.mark.parametrize("method", ["felo", "local"])
-def test_a_setting_that_does_not_exist(name, meant, method):
+def test_unknown_setting_raises_with_a_suggestion(name, meant, method):
     call = lambda: resolve({"method": method, name: 1})  # noqa: E731
     refusal(call, f"'{name}'", f"did you mean '{meant}'?")
 
 
 @pytest.mark.parametrize("name", ["", "zzzzzz", "x.y", ".", "=", "felo.qqqqqqqqqqqqqqqqqqqqqqq"])
-def test_a_setting_like_none_that_exists(name):
+def test_unknown_setting_without_a_similar_name_raises(name):
     refusal(lambda: resolve({name: 1}), f"'{name}'")
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "\x1b[31m", "a\rb"])
-def test_a_strange_name_stays_on_one_line(name):
+def test_control_characters_stay_on_one_line(name):
     refusal(lambda: resolve({name: 1}))
     refusal(lambda: resolve({"method": name}), "unknown method")
     refusal(lambda: resolve({"data.dataset": name}), "'data.dataset'")
@@ -433,18 +433,18 @@ def test_a_strange_name_stays_on_one_line(name):
     refusal(lambda: read_preset(name), "preset")
 
 
-def test_a_method_that_does_not_exist():
+def test_unknown_method_raises():
     message = refusal(lambda: resolve({"method": "fello"}), "unknown method 'fello'")
     assert "did you mean 'felo'?" in message
     refusal(lambda: resolve({"method": "qqq"}), "unknown method 'qqq'; `fedhet methods` lists all")
 
 
 @pytest.mark.parametrize("name", ["base", "roster", "node", "open", "../felo", "felo.felo", ""])
-def test_a_module_that_is_no_method(name):
+def test_module_that_is_no_method_raises(name):
     refusal(lambda: resolve({"method": name}), f"'{name}'")
 
 
-def test_a_setting_of_another_method():
+def test_setting_of_another_method_raises():
     call = lambda: resolve({"method": "local", "felo.alpha": 0.7})  # noqa: E731
     refusal(call, "'felo.alpha'", "0.7", "local")
     # At its default it may stand there, as in Flower's run config.
@@ -452,11 +452,11 @@ def test_a_setting_of_another_method():
 
 
 @pytest.mark.parametrize("value", [math.nan, "1.0", None, True, [1.0]])
-def test_a_wrong_value_of_a_setting_of_another_method(value):
+def test_invalid_setting_of_another_method_raises(value):
     refusal(lambda: resolve({"method": "local", "felo.alpha": value}), "'felo.alpha'", repr(value))
 
 
-def test_models_that_do_not_exist():
+def test_unknown_model_raises():
     pool = "'models.pool'"
     refusal(lambda: resolve({"models.pool": ["mlp", "cnn22"]}), pool, "'cnn22'", "'cnn2'")
     for empty in ("", " "):
@@ -465,20 +465,20 @@ def test_models_that_do_not_exist():
     refusal(lambda: resolve({"models.pool": "no_such_module:build"}), pool, "no_such_module")
 
 
-def test_datasets_that_do_not_exist():
+def test_unknown_dataset_raises():
     message = refusal(lambda: resolve({"data.dataset": "cifar-10"}), "'data.dataset'", "'cifar-10'")
     assert "did you mean 'cifar10'?" in message
     refusal(lambda: resolve({"data.dataset": ""}), "'data.dataset'", "digits")
     refusal(lambda: resolve({"data.dataset": "npy:/data"}), "'npy'", "'npz'")
 
 
-def test_presets_that_do_not_exist():
+def test_unknown_preset_raises():
     refusal(lambda: read_preset("dem"), "'dem'", "did you mean 'demo'?")
     for name in ("", "../presets/demo", "demo.toml", "/etc/passwd"):
         refusal(lambda name=name: read_preset(name), f"'{name}'")
 
 
-def test_nearest_offers_only_what_is_near():
+def test_nearest_suggests_only_similar_names():
     assert nearest("rounds", []) == ""
     assert nearest("qqqq", ["rounds"]) == ""
     assert "'rounds'" in nearest("ruonds", ["rounds", "seed"])
@@ -520,27 +520,27 @@ def test_nearest_offers_only_what_is_near():
         ("superclasses=0+1, 2", {"data.superclasses": (("0", "1"), ("2",))}),
     ],
 )
-def test_a_pair_is_read(pair, expected):
+def test_pair_is_parsed(pair, expected):
     values = parse_pairs([pair])
     assert values == expected
     assert [type(v) for v in values.values()] == [type(v) for v in expected.values()]
 
 
-def test_of_one_setting_there_is_one_pair():
+def test_duplicate_pair_raises():
     with pytest.raises(SettingsError, match=r"'rounds'"):
         parse_pairs(["rounds=1", "seed=2", "rounds=3"])
     with pytest.raises(SettingsError, match=r"'training\.lr'.*'0\.2'"):
         parse_pairs(["training.lr=0.1", "lr=0.2"])
 
 
-def test_the_last_part_of_an_unambiguous_name_is_enough():
+def test_last_part_of_an_unambiguous_name_is_enough():
     for name, info in RunSettings.fields().items():
         last, default = name.rpartition(".")[2], info.default
         assert parse_pairs([f"{last}={as_text(default)}"]) == {name: default}
         assert parse_pairs([f"{name}={as_text(default)}"], "cofed") == {name: default}
 
 
-def test_the_last_part_may_be_of_the_methods_own():
+def test_last_part_may_belong_to_the_method():
     assert parse_pairs(["feature-dim=3"], "felo") == {"felo.feature-dim": 3}
     assert parse_pairs(["interval=3", "memory=5"], "velo") == {"velo.interval": 3, "velo.memory": 5}
     # Of a setting of every run, where no method is named or the method has none of that name.
@@ -556,7 +556,7 @@ def test_the_last_part_may_be_of_the_methods_own():
         ("velo", "samples-per-class", ["data.samples-per-class", "velo.samples-per-class"]),
     ],
 )
-def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names):
+def test_ambiguous_last_part_raises_with_all_names(method, key, names):
     said = refusal(lambda: parse_pairs([f"{key}=1"], method), f"'{key}'", " or ".join(names))
     assert said.count(key) == 1 + len(names)
     for name in names:
@@ -574,17 +574,17 @@ def test_the_last_part_of_several_names_is_refused_naming_all(method, key, names
         ("felo", "felo.weighting, felo.feature-dim, felo.alpha, felo.feature-weight"),
     ],
 )
-def test_a_tables_name_is_refused_with_what_is_in_it(key, inside):
+def test_name_of_a_table_raises_with_its_settings(key, inside):
     refusal(lambda: parse_pairs([f"{key}=1"], "felo"), f"'{key}' is a table", inside)
 
 
-def test_the_last_part_of_another_methods_setting_is_refused_with_its_full_name():
+def test_last_part_of_a_setting_of_another_method_raises():
     refusal(lambda: parse_pairs(["threshold=0.5"], "felo"), "'threshold'", "'cofed.threshold'")
     said = refusal(lambda: parse_pairs(["feature-dim=3"]), "'felo.feature-dim'")
     assert "'velo.feature-dim'" in said
 
 
-def test_the_last_part_is_enough_on_the_command_line_alone():
+def test_last_part_raises_outside_the_command_line():
     """Files and Flower's run config need the full name."""
     for name in [n for n in RunSettings.fields() if "." in n]:
         last = name.rpartition(".")[2]
@@ -622,13 +622,13 @@ def test_the_last_part_is_enough_on_the_command_line_alone():
     ],
     ids=lambda x: x[:20] if isinstance(x, str) else "",
 )
-def test_a_pair_that_is_wrong(pair, parts):
+def test_invalid_pair_raises(pair, parts):
     refusal(lambda: resolve(parse_pairs([pair])), *parts)
 
 
 @settings(max_examples=300, derandomize=True)
 @given(st.sampled_from(sorted(all_settings())), st.text(max_size=15))
-def test_any_text_resolves_or_earns_one_line(name, text):
+def test_any_text_resolves_or_raises_one_line(name, text):
     try:
         config = resolve(parse_pairs([f"{name}={text}"]))
     except SettingsError as error:
@@ -655,13 +655,13 @@ def test_any_text_resolves_or_earns_one_line(name, text):
     ],
     ids=lambda text: text[:20],
 )
-def test_a_file_that_is_no_toml(tmp_path, text):
+def test_invalid_toml_raises(tmp_path, text):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     assert refusal(lambda: read_toml(path)).count(str(path)) == 1
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_file_raises(tmp_path):
     absent = tmp_path / "absent.toml"
     said = refusal(lambda: read_toml(absent))
     assert said == f"cannot read settings from {absent}: No such file or directory"
@@ -692,13 +692,13 @@ def test_files_that_cannot_be_read(tmp_path):
         ("method = 'local'\n[felo]\nalpha = 2", ["'felo.alpha'", "2", "local"]),
     ],
 )
-def test_a_file_with_a_wrong_setting(tmp_path, text, parts):
+def test_file_with_an_invalid_setting_raises(tmp_path, text, parts):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     refusal(lambda: resolve(read_toml(path)), *parts)
 
 
-def test_a_files_table_may_be_written_with_dots(tmp_path):
+def test_files_table_may_be_written_with_dots(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("felo.alpha = 0.5\nrounds = 2")
     assert read_toml(path) == {"felo.alpha": 0.5, "rounds": 2}
@@ -762,7 +762,7 @@ def mine(tmp_path_factory):
 
 @settings(max_examples=150, derandomize=True)
 @given(values=some_settings(plain))
-def test_the_same_settings_from_every_source(mine, values):
+def test_same_settings_from_every_source(mine, values):
     mine.write_text(tomli_w.dumps(nest(values)), encoding="utf-8")
     # As Flower's run config gives them: all there are, of every method, in another order.
     flat = dict(sorted(to_flower({**defaults(), **values}).items()))
@@ -778,7 +778,7 @@ def test_the_same_settings_from_every_source(mine, values):
 
 @settings(max_examples=150, derandomize=True)
 @given(values=some_settings(texts))
-def test_a_config_comes_back_from_what_it_says(mine, values):
+def test_config_round_trips(mine, values):
     config = resolve(values)
     assert resolve(config.flat()) == config
     assert hash(resolve(config.flat())) == hash(config)

@@ -45,7 +45,7 @@ def publisher(tmp_path_factory):
 # --- keys and signatures ------------------------------------------------------------------------
 
 
-def test_a_publishers_files_are_a_pair_and_only_the_private_one_is_secret(publisher):
+def test_publisher_files_are_a_key_pair_with_a_secret_private_key(publisher):
     private, public = publisher
     assert (private.name, public.name) == ("hospital.publisher.key", "hospital.publisher.yaml")
     assert [path.stat().st_mode & 0o777 for path in publisher] == [0o600, 0o644]
@@ -57,7 +57,7 @@ def test_a_publishers_files_are_a_pair_and_only_the_private_one_is_secret(publis
     assert certs.read_publisher_key(private).public_key() == key.public_key()
 
 
-def test_the_command_creates_a_publishers_key_once(tmp_path):
+def test_second_publisher_key_raises(tmp_path):
     words = ["certs", str(tmp_path / "new"), "--publisher", "lab"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
@@ -72,7 +72,7 @@ def test_the_command_creates_a_publishers_key_once(tmp_path):
         assert isinstance(done.exception, SettingsError), others
 
 
-def test_a_signature_is_of_the_time_and_the_digest_of_the_app(publisher):
+def test_signature_covers_time_and_digest(publisher):
     private, public = publisher
     verifications = certs.sign_app(certs.read_publisher_key(private), APP)
     assert verifications.pop("valid_license"), "a SuperNode refuses apps without it"
@@ -98,7 +98,7 @@ def test_a_signature_is_of_the_time_and_the_digest_of_the_app(publisher):
         ("EC", "'a': expected an id and an Ed25519 public key"),
     ],
 )
-def test_a_file_that_trusts_nobody_is_refused_before_the_node_starts(tmp_path, content, message):
+def test_file_without_trusted_publishers_raises(tmp_path, content, message):
     """Flower takes an empty mapping for no file at all, and runs unsigned apps."""
     path = tmp_path / "publishers.yaml"
     if content == "EC":
@@ -113,7 +113,7 @@ def test_a_file_that_trusts_nobody_is_refused_before_the_node_starts(tmp_path, c
         run_supernode(["--trusted-entities", str(path)], pytest.fail)
 
 
-def test_the_doctor_counts_the_publishers_that_a_site_trusts(tmp_path, publisher):
+def test_doctor_counts_the_publishers_that_a_site_trusts(tmp_path, publisher):
     certs.make_publisher_key(tmp_path, "other")
     both = publisher[1].read_text() + (tmp_path / "other.publisher.yaml").read_text()
     for path in tmp_path.iterdir():
@@ -124,7 +124,7 @@ def test_the_doctor_counts_the_publishers_that_a_site_trusts(tmp_path, publisher
     assert found.text.endswith("publishers.yaml trusts 2 publishers of signed apps")
 
 
-def test_a_key_of_another_kind_or_that_others_can_read_signs_nothing(tmp_path):
+def test_invalid_or_readable_signing_key_raises(tmp_path):
     private, _ = certs.make_publisher_key(tmp_path, "lab")
     private.chmod(0o644)
     with pytest.raises(SettingsError, match=r"lab\.publisher\.key.*644"):
@@ -146,7 +146,7 @@ def supernode(*words):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def test_a_site_without_trusted_publishers_says_at_its_start_what_is_not_protected(publisher):
+def test_site_without_trusted_publishers_warns(publisher):
     done = supernode()
     assert (done.returncode, done.stderr.splitlines()[0]) == (0, UNPROTECTED)
     assert "Flower version: 1.39" in done.stdout, "Flower's node runs with the same options"
@@ -175,7 +175,7 @@ def started(request, state):
     return StartRunResponse(run_id=7)
 
 
-def test_the_server_keeps_the_signatures_of_a_submitted_app_and_says_so():
+def test_server_keeps_signatures_of_a_submitted_app():
     handler = forwarding(lambda request, account, state, *rest, source: started(request, state))
     for given in ({}, {"key": "a signature"}):
         state = State()
@@ -186,9 +186,7 @@ def test_the_server_keeps_the_signatures_of_a_submitted_app_and_says_so():
         assert reply.note == (control.FORWARDED if given else "")
 
 
-def test_flowers_own_server_drops_signatures_so_the_run_is_stopped(
-    monkeypatch, tmp_path, publisher
-):
+def test_run_on_a_server_that_drops_signatures_is_stopped(monkeypatch, tmp_path, publisher):
     stopped = []
     client = SimpleNamespace(
         StartRun=lambda request: StartRunResponse(run_id=7),

@@ -62,7 +62,7 @@ def test_chosen_models_are_in_the_config_and_resolve_to_themselves(name, tmp_pat
     assert resolve_flower(from_flower(to_flower(listed))) == config
 
 
-def test_the_pool_is_the_methods():
+def test_pool_follows_from_the_method():
     def pool(method, **changes):
         return resolve(
             {"method": method, "data.dataset": "breast-cancer", **changes}
@@ -87,14 +87,14 @@ def test_the_pool_is_the_methods():
         assert run.models.pool == RunSettings().models.pool
 
 
-def test_a_method_of_one_model_has_one_for_tables_without_saying_so():
+def test_method_with_one_model_has_one_for_tables():
     spec = find_method("um-pfssl").spec
     assert replace(spec, models={}).pool(TABLE) == ("mlp",)
     assert replace(spec, models={}, any_model="loss").pool(TABLE) == ("mlp",)
     assert replace(spec, one_model=False, models={}).pool(TABLE) == ("mlp", "mlp2", "mlp3")
 
 
-def test_a_methods_own_models_are_for_tables_too():
+def test_method_models_follow_the_kind_of_data():
     def own(method, **changes):
         return resolve(
             {"method": method, "data.dataset": "breast-cancer", **changes}
@@ -118,14 +118,14 @@ def test_a_methods_own_models_are_for_tables_too():
         ("fedgems", "fedgems.server-model", "gems-resnet56"),
     ],
 )
-def test_a_methods_own_model_for_images_is_refused_for_a_table(method, setting, model):
+def test_method_model_for_images_raises_for_a_table(method, setting, model):
     config = resolve({"method": method, **SETTINGS, setting: model})
     with pytest.raises(SettingsError) as caught:
         check(config)
     assert str(caught.value).startswith(f"setting '{setting}' = '{model}': model ")
 
 
-def test_flowers_run_config_which_lists_every_setting_chooses_no_model():
+def test_complete_run_config_keeps_default_models():
     given = {**to_flower(defaults()), "method": "fedtype", "data.dataset": "breast-cancer"}
     assert resolve_flower(from_flower(given)).method_settings.proxy == "mlp"
 
@@ -134,7 +134,7 @@ def test_flowers_run_config_which_lists_every_setting_chooses_no_model():
     ("shape", "expected"), [((6, 5), True), ((6, 5, 5), False), ((6, 1, 5, 5), False)]
 )
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_files_say_by_their_head_whether_they_are_tables(tmp_path, shape, expected, save):
+def test_file_headers_determine_the_kind(tmp_path, shape, expected, save):
     (tmp_path / "train").mkdir()
     save(tmp_path / "train" / "0.npz", x=np.zeros(shape, np.float32), y=np.zeros(6, int))
     assert (sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is TABLE) is expected
@@ -143,14 +143,14 @@ def test_files_say_by_their_head_whether_they_are_tables(tmp_path, shape, expect
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])
-def test_a_file_that_cannot_be_read_says_nothing_yet(tmp_path, content):
+def test_unreadable_file_counts_as_images(tmp_path, content):
     if content is not None:
         (tmp_path / "train").mkdir()
         (tmp_path / "train" / "0.npz").write_bytes(content)
     assert sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is IMAGE
 
 
-def test_an_archive_without_x_or_with_a_broken_one_says_nothing_yet(tmp_path):
+def test_archive_without_valid_x_counts_as_images(tmp_path):
     (tmp_path / "train").mkdir()
     np.savez(tmp_path / "train" / "0.npz", y=np.zeros(3))
     assert sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is IMAGE
@@ -160,7 +160,7 @@ def test_an_archive_without_x_or_with_a_broken_one_says_nothing_yet(tmp_path):
     assert sample_kind(DataSettings(dataset=f"npz:{tmp_path}")) is IMAGE
 
 
-def test_the_commands_say_which_models():
+def test_commands_list_models():
     def shown(*words):
         return " ".join(CliRunner().invoke(app, words).output.replace("\u2502", " ").split())
 

@@ -48,7 +48,7 @@ def generator(seed=0):
 
 @settings(max_examples=300, derandomize=True)
 @given(st.integers(2, 300), st.integers(1, 64), st.integers(0, 2**40))
-def test_an_epoch_is_a_permutation_in_batches(samples, batch_size, seed):
+def test_epoch_is_a_permutation_in_batches(samples, batch_size, seed):
     cut = batches(samples, batch_size, generator(seed))
     assert sorted(torch.cat(cut).tolist()) == list(range(samples))
     sizes = [len(batch) for batch in cut]
@@ -63,7 +63,7 @@ def test_an_epoch_is_a_permutation_in_batches(samples, batch_size, seed):
 
 @settings(max_examples=100, derandomize=True)
 @given(st.integers(2, 100), st.integers(1, 20), st.integers(0, 1000))
-def test_the_same_generator_gives_the_same_batches(samples, batch_size, seed):
+def test_same_generator_gives_the_same_batches(samples, batch_size, seed):
     first, second = (batches(samples, batch_size, generator(seed)) for _ in range(2))
     assert [b.tolist() for b in first] == [b.tolist() for b in second]
 
@@ -76,14 +76,14 @@ def test_each_epoch_and_each_seed_has_its_own_order():
     assert len({tuple(order) for order in orders}) == 5
 
 
-def test_batches_draw_from_their_generator_alone():
+def test_batches_draw_only_from_their_generator():
     before = torch.get_rng_state()
     batches(50, 8, generator())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("samples", [0, 1])
-def test_too_few_samples(samples):
+def test_single_sample_raises(samples):
     with pytest.raises(DataError, match=rf"2 samples.* {samples}"):
         batches(samples, 8, generator())
 
@@ -157,7 +157,7 @@ def states(*models):
 
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.usefixtures("steady_adam")
-def test_the_fused_optimizer_is_the_usual_one(case):
+def test_fused_optimizer_equals_the_default(case):
     run = RUNS[case]
     model, losses = trained(run)
     plain = small_net()
@@ -168,7 +168,7 @@ def test_the_fused_optimizer_is_the_usual_one(case):
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_train_epochs_is_so_many_epochs(case):
+def test_train_epochs_equals_a_loop_of_epochs(case):
     run = RUNS[case]
     model, plain, seen, steps = small_net(), small_net(), [], []
     loss = train_epochs(
@@ -191,7 +191,7 @@ def test_train_epochs_is_so_many_epochs(case):
     assert len(steps) == 3 * batches_an_epoch
 
 
-def test_settings_change_what_is_learned():
+def test_settings_change_the_result():
     """Each setting changes the weights, so none is ignored."""
     base = TrainingSettings(
         optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01
@@ -205,7 +205,7 @@ def test_settings_change_what_is_learned():
     assert len(set(ends)) == len(changes)
 
 
-def test_training_leaves_the_data_alone():
+def test_training_does_not_change_the_data():
     x, y = data()
     before = x.clone(), y.clone()
     model = small_net()
@@ -216,7 +216,7 @@ def test_training_leaves_the_data_alone():
     assert torch.equal(y, before[1])
 
 
-def test_only_the_given_parameters_learn():
+def test_only_given_parameters_are_trained():
     model = small_net()
     before = copy.deepcopy(model.state_dict())
     x, y = data()
@@ -239,7 +239,7 @@ def numpy_score(weight, bias, x, y):
 
 @settings(max_examples=60, derandomize=True)
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(2, 6), st.integers(0, 1000))
-def test_evaluation_is_what_numpy_says(samples, batch_size, classes, seed):
+def test_evaluation_equals_numpy(samples, batch_size, classes, seed):
     rng = np.random.default_rng(seed)
     weight, bias = rng.normal(size=(classes, 3)), rng.normal(size=classes)
     x, y = rng.normal(size=(samples, 3)), rng.integers(0, classes, samples)
@@ -270,7 +270,7 @@ class Fixed(nn.Module):
         return self.logits[: len(x)]
 
 
-def test_logits_that_are_not_finite_are_wrong():
+def test_nonfinite_logits_are_wrong():
     """argmax alone treats NaN as the largest, and selects the first class in constant rows."""
     nan, inf = float("nan"), float("inf")
     rows = [
@@ -283,7 +283,7 @@ def test_logits_that_are_not_finite_are_wrong():
     assert score.confusion.tolist() == [[2, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
-def test_a_confusion_matrix_has_a_limit_of_classes():
+def test_confusion_matrix_has_a_limit_of_classes():
     x, y = torch.zeros(2, 1), torch.tensor([0, 3])
     assert evaluate(Fixed(np.eye(2, 200)), x, y, CPU).confusion.shape == (200, 200)
     assert evaluate(Fixed(np.eye(2, 201)), x, y, CPU).confusion is None
@@ -305,7 +305,7 @@ class Seen(nn.Module):
     ("width", "batch"),
     [(8, 1024), (2048, 1024), (2049, 1023), (16384, 128), (32768, 64), (200_000, 32)],
 )
-def test_a_batch_of_evaluation_keeps_the_largest_activation_within_8_mib(width, batch):
+def test_batch_of_evaluation_keeps_the_largest_activation_within_8_mib(width, batch):
     model = Seen(width)
     assert evaluation_batch(model, torch.ones(5, 3), CPU) == batch
     assert model.sizes == [1]
@@ -313,12 +313,12 @@ def test_a_batch_of_evaluation_keeps_the_largest_activation_within_8_mib(width, 
     assert not any(part._forward_hooks for part in model.modules())
 
 
-def test_in_bfloat16_twice_as_many_samples_fit():
+def test_evaluation_batches_are_twice_as_large_in_bfloat16():
     half = replace(CPU, autocast_dtype=torch.bfloat16)
     assert evaluation_batch(Seen(32768), torch.ones(5, 3), half) == 128
 
 
-def test_evaluation_goes_in_batches_of_that_size():
+def test_evaluation_uses_batches_of_that_size():
     model = Seen(32768)
     evaluate(model, torch.ones(150, 3), torch.zeros(150, dtype=torch.long), CPU)
     assert model.sizes == [1, 64, 64, 22]
@@ -346,7 +346,7 @@ def test_evaluation_changes_nothing(training):
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_a_part_that_is_kept_in_evaluation_mode_stays_there():
+def test_module_in_evaluation_mode_stays_there():
     """A frozen extractor in a model that trains: its statistics must not change."""
     model = small_net().train()
     model[1].eval()
@@ -355,7 +355,7 @@ def test_a_part_that_is_kept_in_evaluation_mode_stays_there():
     assert not model[1].training
 
 
-def test_an_evaluation_that_fails_leaves_the_mode_as_it_was():
+def test_failed_evaluation_restores_the_mode():
     model = small_net().train()
     with pytest.raises(RuntimeError):
         evaluate(model, torch.zeros(4, 5), torch.zeros(4, dtype=torch.long), CPU)
@@ -367,7 +367,7 @@ def test_an_evaluation_that_fails_leaves_the_mode_as_it_was():
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "CPU", "cpu:1", "cuda:99", "cuda:-1", "cuda:x", "gpu"])
-def test_a_device_that_is_not_there(name):
+def test_missing_device_raises(name):
     with pytest.raises(SettingsError) as caught:
         find_device(name)
     message = str(caught.value)
@@ -414,13 +414,13 @@ def test_devices_of_a_machine_with_gpus():
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_without_bfloat16_computes_in_float32(monkeypatch):
+def test_gpu_without_bfloat16_computes_in_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     assert compute_for(ComputeSettings()).autocast_dtype is None
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_devices_of_a_machine_without():
+def test_devices_without_gpus():
     assert available_devices() == ["cpu"]
     found = compute_for(ComputeSettings())
     assert (found.device.type, found.autocast_dtype, found.channels_last) == ("cpu", None, True)
@@ -431,7 +431,7 @@ def test_devices_of_a_machine_without():
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_mac_has_mps(monkeypatch):
+def test_mac_uses_mps(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert find_device("auto") == find_device("mps") == torch.device("mps")
     assert compute_for(ComputeSettings()).autocast_dtype is None
@@ -447,7 +447,7 @@ def test_a_mac_has_mps(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_on_a_processor(monkeypatch, has, chosen):
+def test_auto_precision_on_a_cpu(monkeypatch, has, chosen):
     """The fast format on a CPU is bfloat16 with AMX; with AVX-512 alone, it gains too little."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     dtype = compute_for(ComputeSettings()).autocast_dtype
@@ -461,14 +461,14 @@ def test_auto_on_a_processor(monkeypatch, has, chosen):
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 @pytest.mark.usefixtures("no_gpu")
-def test_float16_is_not_for_processors(device):
+def test_float16_on_a_cpu_raises(device):
     with pytest.raises(SettingsError) as caught:
         compute_for(ComputeSettings(device=device, precision="float16"))
     for part in ("engine.precision", "'float16'", "cpu", "float32", "bfloat16"):
         assert part in str(caught.value)
 
 
-def test_bfloat16_on_a_processor_trains():
+def test_bfloat16_trains_on_a_cpu():
     compute = compute_for(ComputeSettings(device="cpu", precision="bfloat16"))
     assert compute.autocast_dtype is torch.bfloat16
     seen = []
@@ -485,7 +485,7 @@ def test_bfloat16_on_a_processor_trains():
     assert mixed.loss != plain.loss
 
 
-def test_the_memory_format():
+def test_memory_format_is_set():
     last = Compute(torch.device("cpu"), channels_last=True)
     images = torch.randn(3, 5, 4, 6)
     assert last.to_inputs(images).is_contiguous(memory_format=torch.channels_last)
@@ -505,13 +505,13 @@ paths = st.lists(st.one_of(st.integers(-(10**20), 10**20), st.text(max_size=8)),
 
 @settings(max_examples=400, derandomize=True)
 @given(st.integers(0, 3), paths, st.integers(0, 3), paths)
-def test_derive_tells_any_two_paths_apart(seed, names, other_seed, others):
+def test_derived_seeds_differ_for_different_paths(seed, names, other_seed, others):
     one, two = derive(seed, *names), derive(other_seed, *others)
     assert 0 <= one < 2**63
     assert (one == two) == ((seed, names) == (other_seed, others))
 
 
-def test_derive_tells_apart_what_looks_alike():
+def test_derived_seeds_differ_for_similar_paths():
     alike = [
         (0,), (0, ""), (0, "", ""), (0, "1"), (0, 1), (1,), (1, 0), (0, "12"), (0, "1", "2"),
         (0, 1, 2), (0, 12), (0, "str:1"), (0, "int:1"), (0, "a", "b"), (0, "b", "a"), (0, "ab"),
@@ -553,7 +553,7 @@ def test_seeds_are_the_same_in_any_process():
     assert done.stdout.splitlines() == expected
 
 
-def test_seeded_leaves_the_global_generator_as_it_was():
+def test_seeded_restores_the_global_generator():
     torch.manual_seed(1)
     undisturbed = torch.rand(3)
     torch.manual_seed(1)
@@ -573,7 +573,7 @@ def draw_and_fail():
     raise ZeroDivisionError
 
 
-def test_seeded_gives_the_generator_back_after_an_error():
+def test_seeded_restores_the_generator_after_an_error():
     torch.manual_seed(1)
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError), seeded(5, "x"):
@@ -594,7 +594,7 @@ def test_generators_do_not_touch_global_state():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs a C++ compiler")
-def test_compiled_steps_train_as_plain_ones_do():
+def test_compiled_steps_equal_plain_steps():
     x, y = torch.rand(50, 1, 8, 8, generator=generator()), torch.arange(50) % 3
     trained = []
     for compute in (CPU, compute_for(ComputeSettings(device="cpu", compile=True))):
@@ -614,7 +614,7 @@ def test_compiled_steps_train_as_plain_ones_do():
     ("settings", "compiles"),
     [({}, False), ({"compile": True}, True), ({"compile": True, "epsilon": 8.0}, False)],
 )
-def test_local_training_is_compiled_where_it_is_set(tmp_path, monkeypatch, settings, compiles):
+def test_local_training_is_compiled_if_set(tmp_path, monkeypatch, settings, compiles):
     """Training with DP-SGD is not compiled, because compiled networks do not call its hooks."""
     found = []
     monkeypatch.setattr(torch, "compile", lambda module, mode: found.append(module) or module)
@@ -624,7 +624,7 @@ def test_local_training_is_compiled_where_it_is_set(tmp_path, monkeypatch, setti
     assert all(isinstance(module, nn.Module) for module in found)
 
 
-def test_without_a_compiler_nothing_is_compiled(monkeypatch):
+def test_missing_compiler_raises(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SettingsError, match=r"engine\.compile"):
         compute_for(ComputeSettings(device="cpu", compile=True))

@@ -41,7 +41,7 @@ def commands(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", SMALL)
-def test_the_commands_of_a_tutorial_run_in_order(page, tmp_path):
+def test_commands_of_a_tutorial_run(page, tmp_path):
     script = commands(page)
     assert script.count("fedhet ") >= 6
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -59,7 +59,7 @@ def test_the_commands_of_a_tutorial_run_in_order(page, tmp_path):
         assert (tmp_path / name).exists(), name
 
 
-def test_the_sample_of_the_table_is_that_of_the_command(tmp_path):
+def test_printed_table_equals_the_command_output(tmp_path):
     """Compare the first rows and the column types on the page."""
     page = (DOCS / "own-data.md").read_text()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

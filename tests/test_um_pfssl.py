@@ -98,7 +98,7 @@ def quiet(model):
         ("en+ta", "forward", False),
     ],
 )
-def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo_labels):
+def test_sampled_client_equals_algorithm_1(tmp_path, kind, divergence, pseudo_labels):
     sgd = {"optimizer": "sgd", "lr": 0.02}  # Adam blows rounding up where gradients are tiny
     own = {"relation": kind, "divergence": divergence, "pseudo-labels": pseudo_labels}
     own = {f"um-pfssl.{name}": value for name, value in own.items()}
@@ -174,7 +174,7 @@ def test_nu_is_auto_or_a_number(value):
 
 
 @pytest.mark.parametrize(("steps", "epochs"), [(0, 2), (3, 2), (7, 4), (100, 50)])
-def test_a_warm_up_has_a_least_number_of_steps(tmp_path, steps, epochs):
+def test_warm_up_has_a_least_number_of_steps(tmp_path, steps, epochs):
     client = opened(tmp_path, warm_up=2, warm_up_steps=steps, batch_size=20)
     client.samples.own = Split(client.x[:40], client.y[:40])  # two steps an epoch
     made = []
@@ -187,7 +187,7 @@ def test_a_warm_up_has_a_least_number_of_steps(tmp_path, steps, epochs):
 
 
 @pytest.mark.parametrize("part", ["labeled", "unlabeled"])
-def test_a_client_may_have_nothing_but_one_part(tmp_path, part):
+def test_client_may_have_only_labeled_or_unlabeled_samples(tmp_path, part):
     client = opened(tmp_path)
     one = Split(client.x, client.y)
     none = Split(client.x[:0], client.y[:0])
@@ -211,7 +211,7 @@ def listed(answer):
 
 
 @pytest.mark.usefixtures("steady_adam")
-def test_the_warm_up_sees_labeled_samples_alone(tmp_path):
+def test_warm_up_uses_only_labeled_samples(tmp_path):
     client = opened(tmp_path, warm_up=2)
     client.unlabeled.x.fill_(torch.nan)  # would make the weights NaN too
     quiet(client.models["private"])
@@ -230,7 +230,7 @@ def test_the_warm_up_sees_labeled_samples_alone(tmp_path):
         np.testing.assert_allclose(answer.group("weights")[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_who_only_searches_keeps_its_model(tmp_path):
+def test_searching_client_keeps_its_model(tmp_path):
     client = opened(tmp_path)
     client.train(1, message(train=False))
     client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
@@ -245,7 +245,7 @@ def test_who_only_searches_keeps_its_model(tmp_path):
     assert listed(answer).get(2, 2) == 2  # the newer version, if it is still a helper
 
 
-def test_a_list_is_read_back_and_its_relations_stand(tmp_path):
+def test_helper_list_is_restored_with_its_relations(tmp_path):
     client = opened(tmp_path)
     client.train(1, message(train=False))
     first = client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
@@ -256,7 +256,7 @@ def test_a_list_is_read_back_and_its_relations_stand(tmp_path):
         np.testing.assert_array_equal(first.tensors[name], second.tensors[name])
 
 
-def test_a_helper_whose_model_is_lost_is_left_out(tmp_path):
+def test_helper_with_a_lost_model_is_excluded(tmp_path):
     client = opened(tmp_path)
     client.train(1, message(train=False))
     client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
@@ -264,7 +264,7 @@ def test_a_helper_whose_model_is_lost_is_left_out(tmp_path):
     assert set(listed(client.train(3, message()))) == {0, 2}
 
 
-def test_models_of_past_lists_go(tmp_path):
+def test_models_of_past_lists_are_deleted(tmp_path):
     client = opened(tmp_path, replace=2)
     client.train(1, message(train=False))
     for round in range(2, 12):
@@ -273,7 +273,7 @@ def test_models_of_past_lists_go(tmp_path):
     assert len(client._helper_store.contents()) <= 5
 
 
-def test_a_message_of_an_unknown_role_is_refused(tmp_path):
+def test_message_of_an_unknown_role_raises(tmp_path):
     client = opened(tmp_path)
     with pytest.raises(KnowledgeError, match=r"roles: .*3"):
         client.train(1, message(rows=[(1, 1, 3, 5)]))
@@ -319,7 +319,7 @@ class Wire:
         return {proxy.name for proxy, _ in asked}
 
 
-def test_the_protocol_of_a_small_federation(tmp_path):
+def test_protocol_of_a_small_federation(tmp_path):
     config = um(clients=6, fraction=0.34, search_rounds=6)
     wire = Wire(config, tmp_path / "run")
     names = sorted(wire.strategy.members)
@@ -352,7 +352,7 @@ def test_the_protocol_of_a_small_federation(tmp_path):
     assert len(wire.strategy.pool.contents()) <= 3 * 6
 
 
-def test_who_was_away_catches_up(tmp_path):
+def test_absent_client_catches_up(tmp_path):
     config = um(clients=4, search_rounds=0, replace=0, refresh=4, rounds=8)
     wire = Wire(config, tmp_path / "run")
     for round in (1, 2, 3, 4):
@@ -371,7 +371,7 @@ def test_who_was_away_catches_up(tmp_path):
     assert not [row for row in wire.sent if row[0] == 7]
 
 
-def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
+def test_lost_upload_is_repeated(tmp_path):
     """One client's warm-up reply is lost, and its next reply contains the model."""
     config = um(clients=4, fraction=0.25, refresh=100)
     wire = Wire(config, tmp_path / "run")
@@ -394,7 +394,7 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
         assert wire.strategy.versions[1] == 2 or wire.strategy.plans["client-1"].train
 
 
-def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_others(tmp_path):
+def test_short_list_is_filled_with_known_models(tmp_path):
     """The list is filled with models that the client lost, or rejected before."""
     wire = Wire(um(clients=4, helpers=4, replace=2), tmp_path / "run")
     wire.play(1)
@@ -410,7 +410,7 @@ def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_othe
     assert plan.fill == [(3, 1)]
 
 
-def test_nothing_new_is_not_sent(tmp_path):
+def test_known_models_are_not_sent_again(tmp_path):
     """An update is due, but no helper has trained since, so no client is called for it."""
     config = um(clients=4, fraction=0.25, search_rounds=0, refresh=1, rounds=8, helpers=2)
     wire = Wire(config, tmp_path / "run")
@@ -422,7 +422,7 @@ def test_nothing_new_is_not_sent(tmp_path):
             assert got or name in wire.flower.state.selection.training
 
 
-def test_a_restored_run_continues_bit_for_bit(tmp_path):
+def test_restored_run_continues_bit_for_bit(tmp_path):
     config = um(clients=4, fraction=0.5, rounds=6)
     wire = Wire(config, tmp_path / "one")
     for round in (1, 2, 3):
@@ -444,7 +444,7 @@ def test_a_restored_run_continues_bit_for_bit(tmp_path):
     assert str(wire.strategy.state_dict()) == str(other.strategy.state_dict())
 
 
-def test_a_searching_client_is_not_measured_anew(tmp_path):
+def test_searching_client_keeps_its_metrics(tmp_path):
     config = um(clients=6, fraction=0.17)
     wire = Wire(config, tmp_path / "run")
     for round in (1, 2, 3):
@@ -469,7 +469,7 @@ def test_a_searching_client_is_not_measured_anew(tmp_path):
         ((0, 1, 2, 3), "expected at most 3 helpers, got 4"),
     ],
 )
-def test_a_list_that_cannot_be_is_ignored(tmp_path, numbers, fault):
+def test_invalid_list_is_ignored(tmp_path, numbers, fault):
     wire, notices = Wire(um(clients=4), tmp_path / "run"), []
     wire.server.log.notice = notices.append
     wire.play(1)
@@ -492,7 +492,7 @@ def test_a_list_that_cannot_be_is_ignored(tmp_path, numbers, fault):
     ]
 
 
-def test_replies_wait_on_disk(tmp_path):
+def test_replies_are_stored_on_disk(tmp_path):
     wire = Wire(um(clients=3), tmp_path / "run")
     answers = wire.server.answers(wire.ask(1))
     assert all(isinstance(result.parameters, SpooledPayload) for _, result in answers)
@@ -502,7 +502,7 @@ def test_replies_wait_on_disk(tmp_path):
     assert wire.strategy.pool.contents() == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
+def test_models_must_be_equal_and_have_dropout(tmp_path):
     with pytest.raises(
         FedhetError,
         match=r"'models\.pool'.*'cnn2-dropout', 'mlp'",
@@ -518,7 +518,7 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
 # A run.
 
 
-def test_a_run_learns_more_than_training_alone(tmp_path):
+def test_run_learns_more_than_training_alone(tmp_path):
     """With helpers of the same distribution, pseudo-labels improve, and models improve by far."""
     alike = {"partition": "iid", "labeled-alpha": 0.3, "max-samples": 600, "local-epochs": 3}
     usual = {"models": MODEL, "clients": 6, "rounds": 6, "max-test-samples": 50, **alike}
@@ -534,7 +534,7 @@ def mean_of(summary):
     return summary["accuracy"]["personal"]["private"]["mean"]
 
 
-def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
+def test_run_satisfies_the_bound_of_equation_28(tmp_path):
     config = um(clients=6, rounds=8, fraction=0.34, max_samples=240, search_rounds=7)
     summary = run(config, tmp_path / "run")
     method = [record["method"] for record in records(tmp_path / "run")]
@@ -559,14 +559,14 @@ def test_without_a_warm_up_the_pool_starts_empty(tmp_path):
     assert len(wire.strategy.versions) <= 2
 
 
-def test_the_servers_half_with_stubs_keeps_to_the_bounds():
+def test_server_with_stub_clients_satisfies_the_bounds():
     sent, bound, greedy = traffic("cnn2-dropout", clients=20, rounds=25)
     assert 0.2 * bound < sent <= bound
     assert sent < greedy
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_servers_plans_and_lists_are_those_of_the_algorithms(tmp_path, seed):
+def test_plans_and_lists_equal_the_algorithms(tmp_path, seed):
     """Compare plans and lists with Algorithm 1, lines 6 to 16 and 24, round by round.
 
     Ranks for an update are the ranks at the start of the round.
@@ -617,7 +617,7 @@ def test_the_servers_plans_and_lists_are_those_of_the_algorithms(tmp_path, seed)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_papers_setting_sends_a_fifth_of_the_greedy_cost():
+def test_papers_setting_sends_a_fifth_of_the_greedy_cost():
     sent, bound, greedy = traffic("cnn2-dropout", clients=100, rounds=200)
     assert sent <= bound
     assert sent <= 0.2 * greedy
@@ -625,7 +625,7 @@ def test_the_papers_setting_sends_a_fifth_of_the_greedy_cost():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_hundred_clients(tmp_path):
+def test_hundred_clients(tmp_path):
     config = resolve({
         "method": "um-pfssl", "clients": 100, "rounds": 6, "fraction": 0.1, "models.pool": MODEL,
         "data.partition": "iid", "data.min-samples": 5, "training.local-epochs": 1,
@@ -636,7 +636,7 @@ def test_a_hundred_clients(tmp_path):
     assert len(records(tmp_path / "run")[0]["asked"]) == 100
 
 
-def test_no_more_is_in_flight_than_allowed(tmp_path):
+def test_number_of_messages_in_flight_is_limited(tmp_path):
     import threading
 
     config = settings("cnn2-dropout", 12, 3)

@@ -63,13 +63,13 @@ def images(count=12, shape=(1, 8, 8), seed=0):
 
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(2, 12))
-def test_entropy_is_that_of_equation_10(seed, samples, classes):
+def test_entropy_equals_equation_10(seed, samples, classes):
     rows = distributions(seed, samples, classes)
     expected = [reference_entropy(row) for row in rows]
     np.testing.assert_allclose(entropy(torch.tensor(rows)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_entropy_lies_between_none_and_that_of_the_uniform():
+def test_entropy_is_between_0_and_that_of_the_uniform():
     sure = torch.eye(4)
     assert entropy(sure).tolist() == [0, 0, 0, 0]
     assert entropy(torch.full((1, 4), 0.25)).item() == pytest.approx(math.log(4), rel=1e-6)
@@ -77,7 +77,7 @@ def test_entropy_lies_between_none_and_that_of_the_uniform():
 
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 15))
-def test_each_sample_takes_the_prediction_of_its_surest_helper(seed, helpers, samples):
+def test_each_sample_uses_its_most_certain_helper(seed, helpers, samples):
     predictions = distributions(seed, helpers, samples, 5)
     labels, chosen = most_certain(torch.tensor(predictions))
     for i in range(samples):
@@ -86,7 +86,7 @@ def test_each_sample_takes_the_prediction_of_its_surest_helper(seed, helpers, sa
         np.testing.assert_array_equal(labels[i], predictions[least, i])
 
 
-def test_a_helper_that_gives_nan_is_the_least_certain():
+def test_helper_that_gives_nan_is_the_least_certain():
     predictions = torch.full((2, 3, 4), 0.25)
     predictions[0] = math.nan
     labels, chosen = most_certain(predictions)
@@ -97,7 +97,7 @@ def test_a_helper_that_gives_nan_is_the_least_certain():
 
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 30), st.integers(2, 12))
-def test_certainty_is_what_is_left_of_the_greatest_entropy(seed, samples, classes):
+def test_certainty_is_maximum_entropy_minus_entropy(seed, samples, classes):
     rows = distributions(seed, samples, classes)
     mean = np.mean([reference_entropy(row) for row in rows])
     found = certainty(entropy(torch.tensor(rows)), classes)
@@ -105,16 +105,16 @@ def test_certainty_is_what_is_left_of_the_greatest_entropy(seed, samples, classe
     assert 0 <= found <= 1
 
 
-def test_certainty_of_nothing_is_none():
+def test_certainty_of_an_empty_batch_is_zero():
     assert certainty(torch.zeros(0), 10) == 0
 
 
-def test_certainty_never_falls_below_none_by_rounding():
+def test_certainty_is_never_negative():
     assert certainty(entropy(torch.full((1000, 10), 0.1)) + 1e-6, 10) == 0
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
-def test_relation_is_that_of_equation_13(sure, accuracy, labeled):
+def test_relation_equals_equation_13(sure, accuracy, labeled):
     both = relation(sure, accuracy, labeled, "en+ta")
     assert both == pytest.approx((1 - labeled) * sure + labeled * accuracy)
     assert relation(sure, accuracy, labeled, "en") == sure
@@ -122,7 +122,7 @@ def test_relation_is_that_of_equation_13(sure, accuracy, labeled):
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_helpers_weigh_as_much_as_they_are_related(relations):
+def test_helper_weights_follow_relations(relations):
     weights = aggregation_weights(torch.tensor(relations, dtype=torch.float64))
     assert weights.sum().item() == pytest.approx(1)
     total = sum(relations)
@@ -131,7 +131,7 @@ def test_helpers_weigh_as_much_as_they_are_related(relations):
         assert weight == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_mean_over_passes_is_that_of_a_loop(dropper):
+def test_mean_over_passes_equals_a_loop(dropper):
     """Many masks in one batch and many calls with one mask have the same distribution (Eq. 9)."""
     x, passes = images(4), 3000
     with seeded(0, "batched"):
@@ -144,7 +144,7 @@ def test_the_mean_over_passes_is_that_of_a_loop(dropper):
     assert (batched - plain).abs().max() > 0.05  # dropout was on
 
 
-def test_each_pass_of_each_sample_has_its_own_mask():
+def test_every_pass_and_sample_has_its_own_mask():
     class Masks(nn.Module):
         def forward(self, x):
             seen.append(x.clone())
@@ -158,7 +158,7 @@ def test_each_pass_of_each_sample_has_its_own_mask():
     assert len({tuple(row) for row in masks.tolist()}) == 30
 
 
-def test_rows_at_once_are_bounded():
+def test_batch_rows_are_limited():
     class Widest(nn.Module):
         def forward(self, x):
             rows.append(len(x))
@@ -170,7 +170,7 @@ def test_rows_at_once_are_bounded():
     assert sum(rows) == 50 * 8
 
 
-def test_what_comes_before_dropout_is_computed_once():
+def test_layers_before_dropout_run_once():
     class Count(nn.Module):
         def forward(self, x):
             rows.append(len(x))
@@ -183,7 +183,7 @@ def test_what_comes_before_dropout_is_computed_once():
 
 
 @pytest.mark.parametrize("name", DROPPERS)
-def test_the_two_halves_are_the_model(name):
+def test_split_model_equals_the_model(name):
     model = models.build(name, (3, 16, 16), 10, seed=0).eval()
     steady, noisy = split_at_dropout(model)
     assert not has_dropout(steady)
@@ -192,7 +192,7 @@ def test_the_two_halves_are_the_model(name):
 
 
 @pytest.mark.parametrize("name", DROPPERS)
-def test_dropout_alone_is_on(name):
+def test_only_dropout_is_in_training_mode(name):
     model = models.build(name, (1, 8, 8), 10, seed=0)
     model.train()
     with dropping(model):
@@ -203,7 +203,7 @@ def test_dropout_alone_is_on(name):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_prediction_leaves_the_model_as_it_was(dropper, training):
+def test_prediction_does_not_change_the_model(dropper, training):
     dropper.train(training)
     before = {name: tensor.clone() for name, tensor in dropper.state_dict().items()}
     predictive(dropper, images(), 8)
@@ -212,7 +212,7 @@ def test_prediction_leaves_the_model_as_it_was(dropper, training):
     assert all(part.training == training for part in dropper.modules())
 
 
-def test_batch_norm_uses_its_statistics_not_the_batch(dropper):
+def test_batch_norm_uses_running_statistics(dropper):
     """A sample's prediction does not depend on other samples in the batch."""
     quiet = models.build("cnn2-dropout", (1, 8, 8), 10, seed=0)
     quiet.load_state_dict(dropper.state_dict())
@@ -227,12 +227,12 @@ def test_batch_norm_uses_its_statistics_not_the_batch(dropper):
 
 
 @pytest.mark.parametrize("name", ["cnn2", "mlp", "resnet10"])
-def test_models_without_dropout_are_known(name):
+def test_models_without_dropout_are_recognized(name):
     assert not has_dropout(models.build(name, (1, 8, 8), 10, seed=0))
     assert not has_dropout(nn.Dropout(0.0))
 
 
-def test_the_same_seed_gives_the_same_prediction(dropper):
+def test_same_seed_gives_the_same_prediction(dropper):
     found = []
     for _ in range(2):
         with seeded(3, "masks"):
@@ -248,7 +248,7 @@ DIRECTIONS = {
 
 @pytest.mark.parametrize("divergence", DIRECTIONS)
 @pytest.mark.parametrize("seed", range(5))
-def test_the_joint_loss_is_that_of_equations_1_4_and_5(seed, divergence):
+def test_joint_loss_equals_equations_1_4_and_5(seed, divergence):
     rng = np.random.default_rng(seed)
     logits, pseudo = 3 * rng.normal(size=(20, 5)), distributions(seed, 20, 5)
     labels, labeled = rng.integers(0, 5, 20), rng.random(20) < 0.4
@@ -275,7 +275,7 @@ def test_no_gradient_reaches_the_pseudo_label(divergence):
     assert helper.grad is None
 
 
-def test_a_class_that_a_pseudo_label_excludes_costs_a_finite_amount():
+def test_class_excluded_by_a_pseudo_label_has_a_finite_loss():
     logits, pseudo = torch.tensor([[0.0, 20.0]]), torch.tensor([[1.0, 0.0]])
     reverse = pseudo_label_loss(logits, pseudo, "reverse")
     assert reverse.item() == pytest.approx(-math.log(MIN_PSEUDO), rel=0.01)

@@ -56,7 +56,7 @@ def averaged(tmp_path_factory):
     ("share", "clients", "count"),
     [(0.2, 10, 2), (0.01, 10, 1), (0.99, 4, 3), (0.5, 2, 1), (0.25, 9, 2), (0.0, 10, 0)],
 )
-def test_a_share_of_the_clients_is_drawn_by_the_seed(share, clients, count):
+def test_held_out_clients_are_drawn_by_the_seed(share, clients, count):
     draws = [draw_held_out(share, clients, seed) for seed in range(40)]
     assert {len(found) for found in draws} == {count}
     assert all(found <= set(range(clients)) for found in draws)
@@ -65,7 +65,7 @@ def test_a_share_of_the_clients_is_drawn_by_the_seed(share, clients, count):
         assert set.union(*map(set, draws)) == set(range(clients)), "each may be drawn"
 
 
-def test_they_are_never_asked_to_train_and_judge_after_the_last_round_alone(averaged):
+def test_held_out_clients_only_evaluate_after_the_last_round(averaged):
     names = held_back(averaged)
     assert len(names) == 2
     first, last = records(averaged)
@@ -83,7 +83,7 @@ def test_they_are_never_asked_to_train_and_judge_after_the_last_round_alone(aver
     assert set(summary["models"]) == {f"client-{k}" for k in range(5)}
 
 
-def test_nobody_knows_their_samples(tmp_path):
+def test_samples_of_held_out_clients_are_unused(tmp_path):
     """The run equals a run of the other clients, whatever the held-out samples are."""
     unseen = draw_held_out(0.4, 5, 3)
     store = RunData.of(small().run)
@@ -112,7 +112,7 @@ def accuracy(model: nn.Module, split) -> float:
         return float((model.eval()(split.x).argmax(1) == split.y).float().mean())
 
 
-def test_as_it_is_it_is_the_servers_average_on_their_own_samples(averaged):
+def test_unadapted_model_is_the_average_of_the_server(averaged):
     """The average is read from the checkpoint, and evaluated here."""
     file = max((averaged / "checkpoints").rglob("*.safetensors"))
     saved = {k.removeprefix("weights/"): v for k, v in load_file(file).items()}
@@ -126,7 +126,7 @@ def test_as_it_is_it_is_the_servers_average_on_their_own_samples(averaged):
             assert found == pytest.approx(accuracy(model, split), abs=1e-6)
 
 
-def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
+def test_one_epoch_does_not_change_the_offered_model():
     """A newcomer's batch contains all its samples, so one step does not depend on their order."""
     config = small(**{"training.batch-size": 1000})
     node = read_node({"partition-id": 0, "num-partitions": 5}, config.run)
@@ -144,7 +144,7 @@ def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
         assert found[protocol, "unseen-epoch"].accuracy == pytest.approx(expected, abs=1e-6)
 
 
-def test_with_and_without_it_the_trained_models_of_the_others_are_the_same(averaged, tmp_path):
+def test_held_out_clients_do_not_change_training(averaged, tmp_path):
     """Held-out clients do not change the other clients' scores in the last round."""
     again = tmp_path / "run"
     run(small(**{"training.weight-decay": 0.0}), again)
@@ -155,7 +155,7 @@ def test_with_and_without_it_the_trained_models_of_the_others_are_the_same(avera
 # What a method offers
 
 
-def test_a_method_offers_the_model_that_it_forms_for_all_or_nothing():
+def test_method_offers_its_common_model_or_none():
     offers = {name for name, each in all_methods()[0].items() if each.spec.offered_kind}
     assert {"fedavg", "felo", "fml"} <= offers
     assert not {"fedmd", "fedproto", "local", "um-pfssl"} & offers
@@ -163,7 +163,7 @@ def test_a_method_offers_the_model_that_it_forms_for_all_or_nothing():
         assert find_method(name).spec.instructions.weights, name
 
 
-def test_a_method_that_offers_nothing_says_so(tmp_path):
+def test_method_without_an_offered_model_is_noted(tmp_path):
     class Hears(Watcher):
         def notice(self, text):
             said.append(text)
@@ -177,7 +177,7 @@ def test_a_method_that_offers_nothing_says_so(tmp_path):
     assert set(records(tmp_path / "run")[-1]["accuracy"]["common"]) == {"private"}
 
 
-def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
+def test_untrained_architecture_gets_no_model(tmp_path):
     pool = ["mlp", "mlp2", "mlp3", "mlp-dropout"]
     config = small("felo", **{"models.pool": pool, "clients": 4, "data.held-out-clients": 0.25})
     run(config, tmp_path / "run")
@@ -187,7 +187,7 @@ def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
 # Where it is shown
 
 
-def test_it_is_a_kind_of_its_own_on_the_page_in_comparisons_and_in_python(averaged, tmp_path):
+def test_held_out_accuracy_is_its_own_kind(averaged, tmp_path):
     found = load_run(averaged)
     assert not any("offers no model to" in line for line in remarks(found))
     assert "unseen-epoch: the same model after one local epoch" in legend(found)
@@ -205,7 +205,7 @@ def test_it_is_a_kind_of_its_own_on_the_page_in_comparisons_and_in_python(averag
 # Going on, and limits
 
 
-def test_a_run_that_goes_on_judges_again_after_its_new_last_round(tmp_path):
+def test_continued_run_evaluates_held_out_clients_again(tmp_path):
     directory = tmp_path / "run"
     run(small(), directory)
     run(small(rounds=4, out=str(directory), resume=True), directory)
@@ -226,18 +226,18 @@ def test_a_run_that_goes_on_judges_again_after_its_new_last_round(tmp_path):
         ({"privacy.noise-multiplier": 1.0}, "data.held-out-clients.*expected 0 with 'privacy"),
     ],
 )
-def test_what_it_cannot_be(changes, fault):
+def test_invalid_held_out_settings_raise(changes, fault):
     with pytest.raises(SettingsError, match=fault):
         small(**changes)
 
 
-def test_a_deployment_refuses_it():
+def test_deployment_with_held_out_clients_raises():
     with pytest.raises(SettingsError, match=r"'data\.held-out-clients'"):
         check_deployable(small())
     check_deployable(small(**{"data.held-out-clients": 0.0}))
 
 
-def test_central_training_leaves_them_out_even_if_the_first_client_is_one(tmp_path):
+def test_central_training_excludes_held_out_clients(tmp_path):
     seed = next(s for s in range(100) if 0 in draw_held_out(0.4, 5, s))
     run(small("central", seed=seed), tmp_path / "run")
     last = records(tmp_path / "run")[-1]
@@ -247,7 +247,7 @@ def test_central_training_leaves_them_out_even_if_the_first_client_is_one(tmp_pa
 
 
 @pytest.mark.slow
-def test_on_ray_the_numbers_are_those_of_one_process(averaged, tmp_path):
+def test_ray_gives_the_metrics_of_one_process(averaged, tmp_path):
     config = small()
     engine = config.run.engine.model_copy(update={"backend": "ray"})
     ray = dataclasses.replace(config, run=config.run.model_copy(update={"engine": engine}))

@@ -65,12 +65,12 @@ def weights(strategy):
     return {name: tensor.clone() for name, tensor in strategy.cvae.state_dict().items()}
 
 
-def test_before_anyone_is_heard_nothing_is_taught(tmp_path):
+def test_first_instruction_is_empty(tmp_path):
     assert not told(started(tmp_path), 1)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
-def test_the_cvae_is_trained_every_interval_rounds(tmp_path, interval):
+def test_cvae_is_trained_every_interval_rounds(tmp_path, interval):
     strategy = started(tmp_path, **{"velo.interval": interval})
     for round in range(1, 7):
         before = weights(strategy)
@@ -95,7 +95,7 @@ def test_until_the_cvae_is_trained_the_means_are_sent(tmp_path):
             assert np.array_equal(sent["features"][:, s], mean.features) == (round < 3)
 
 
-def test_synthetic_features_take_the_place_of_the_means(tmp_path):
+def test_synthetic_features_replace_the_means(tmp_path):
     """Repeat lines 5 and 7 on the same dataset."""
     strategy = started(tmp_path, **{"velo.samples-per-class": 4})
     model = strategy.cvae
@@ -116,7 +116,7 @@ def test_synthetic_features_take_the_place_of_the_means(tmp_path):
     assert len(np.unique(sent["features"].reshape(16, WIDTH), axis=0)) == 16
 
 
-def test_between_trainings_the_decoder_is_drawn_from_anew(tmp_path):
+def test_decoder_is_sampled_again_between_trainings(tmp_path):
     strategy = started(tmp_path, **{"velo.interval": 2})
     sent = []
     for round in (1, 2, 3):
@@ -125,7 +125,7 @@ def test_between_trainings_the_decoder_is_drawn_from_anew(tmp_path):
     assert not np.array_equal(sent[1], sent[2])
 
 
-def test_a_class_that_is_new_since_the_last_training_has_its_mean(tmp_path):
+def test_class_new_since_the_last_training_uses_its_mean(tmp_path):
     strategy = started(tmp_path, **{"velo.interval": 2})
     strategy.aggregate(1, two_replies(strategy, 1))
     strategy.aggregate(2, two_replies(strategy, 2))
@@ -151,7 +151,7 @@ LEARNS = {"velo.epochs": 150, "velo.min-separation": 0.9}
 PLACES = {0: 0, 1: 1, 2: 2, 5: 5}
 
 
-def test_the_separation_is_measured_on_features_of_its_own_draw(tmp_path):
+def test_separation_is_measured_on_separate_draws(tmp_path):
     """Measure in every round after the first training, in numpy, against the means of all."""
     strategy = started(tmp_path, **{"velo.interval": 2})
     for round in (1, 2, 3):
@@ -177,7 +177,7 @@ def test_the_separation_is_measured_on_features_of_its_own_draw(tmp_path):
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_features_are_decoded_from_the_least_separation_on(tmp_path, above):
+def test_features_are_decoded_above_the_minimum_separation(tmp_path, above):
     """At exactly the measured fraction, features are decoded; above it, means are sent."""
     share = started(tmp_path / "a").aggregate(1, two_replies(started(tmp_path / "b"), 1))
     share = share["separation"]
@@ -192,7 +192,7 @@ def test_features_are_decoded_from_the_least_separation_on(tmp_path, above):
     assert np.array_equal(sent, strategy.synthetic[:, 0]) != above
 
 
-def test_means_are_sent_again_when_the_cvae_no_longer_tells_the_classes_apart(tmp_path):
+def test_means_are_sent_again_if_separation_falls(tmp_path):
     """The clients' classes are swapped, and the CVAE is trained only in every second round."""
     strategy = started(tmp_path, **LEARNS, **{"velo.interval": 2})
     names, moved = ("client-0", "client-1"), {0: 5, 1: 2, 2: 1, 5: 0}
@@ -210,7 +210,7 @@ def test_means_are_sent_again_when_the_cvae_no_longer_tells_the_classes_apart(tm
     assert synthetic == [False, True, False]
 
 
-def test_classes_that_have_left_with_their_clients_are_not_measured(tmp_path):
+def test_departed_classes_are_not_measured(tmp_path):
     strategy = started(tmp_path, **LEARNS)
     replies = [
         of_their_class(strategy, "client-0", [0, 1], PLACES),
@@ -225,21 +225,21 @@ def test_classes_that_have_left_with_their_clients_are_not_measured(tmp_path):
     assert strategy._measure_separation(4) == {}
 
 
-def test_a_class_never_seen_gets_no_feature(tmp_path):
+def test_unseen_class_gets_no_feature(tmp_path):
     strategy = started(tmp_path)
     for round in (1, 2):
         strategy.aggregate(round, two_replies(strategy, round))
         assert told(strategy, round + 1)["classes"].tolist() == [0, 1, 2, 5]
 
 
-def test_a_single_feature_is_not_trained_on(tmp_path):
+def test_single_feature_is_not_trained(tmp_path):
     strategy = started(tmp_path)
     figures = strategy.aggregate(1, [reply(strategy, "client-0", [3])])
     assert "cvae_loss" not in figures
     assert told(strategy, 2)["classes"].tolist() == [3]
 
 
-def test_the_feature_dataset_is_bounded_and_the_oldest_leave_it(tmp_path):
+def test_feature_memory_is_limited_and_drops_the_oldest(tmp_path):
     strategy = started(tmp_path, **{"velo.memory": 3})
     came = {label: [] for label in (0, 1, 2, 5)}
     for round in range(1, 6):
@@ -258,7 +258,7 @@ def test_the_feature_dataset_is_bounded_and_the_oldest_leave_it(tmp_path):
             assert {feature for round, feature in entries if round > oldest} <= kept
 
 
-def test_when_a_round_brings_more_than_can_stay_chance_decides_not_the_names(tmp_path):
+def test_excess_features_are_dropped_at_random(tmp_path):
     strategy = started(tmp_path, **{"velo.memory": 1})
     survivors = set()
     for round in range(1, 30):
@@ -269,7 +269,7 @@ def test_when_a_round_brings_more_than_can_stay_chance_decides_not_the_names(tmp
     assert survivors == {0, 1, 2, 3}
 
 
-def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_path):
+def test_cvae_uses_the_threads_of_the_run(tmp_path):
     server = Server(velo(), tmp_path)
     for round in (1, 2):
         answers = server.answers(server.ask(round))
@@ -278,7 +278,7 @@ def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_p
         assert torch.get_num_threads() == server.strategy.run.engine.threads == 1
 
 
-def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
+def test_diverging_cvae_is_replaced_by_the_previous(tmp_path):
     config = velo()
     server = Server(config, tmp_path / "run")
     heard = []
@@ -297,7 +297,7 @@ def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
     assert np.isfinite(sent["features"]).all()
 
 
-def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
+def test_outlier_reply_does_not_make_the_cvae_diverge(tmp_path):
     strategy = started(tmp_path)
     strategy.aggregate(1, two_replies(strategy, 1))
     figures = strategy.aggregate(2, [reply(strategy, "client-3", [0, 8], scale=1e30)])
@@ -312,7 +312,7 @@ def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
     [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.min-separation": 0.1}],
 )
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_restored_server_continues_bit_for_bit(tmp_path, changes, stop):
+def test_restored_server_continues_bit_for_bit(tmp_path, changes, stop):
     changes = {**changes, "velo.memory": 2}
     whole = started(tmp_path / "whole", **changes)
     for round in range(1, stop + 1):
@@ -328,7 +328,7 @@ def test_a_restored_server_continues_bit_for_bit(tmp_path, changes, stop):
         assert same(again.state_dict(), whole.state_dict())
 
 
-def test_what_is_saved_does_not_change_afterwards(tmp_path):
+def test_saved_state_does_not_change(tmp_path):
     strategy = started(tmp_path)
     strategy.aggregate(1, two_replies(strategy, 1))
     saved = strategy.state_dict()
@@ -385,7 +385,7 @@ def transcription(client, round, taught, count):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.usefixtures("steady_adam")
-def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, count):
+def test_client_draws_a_feature_of_the_class_for_each_sample(tmp_path, count):
     changes = {"local_epochs": 2, "models": "mlp", "velo.samples-per-class": count}
     changes["velo.feature-weight"] = 1.0  # as printed
     client = opened(small("velo", **changes), tmp_path)
@@ -397,7 +397,7 @@ def test_a_client_draws_one_of_its_classs_features_for_each_sample(tmp_path, cou
 
 
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-def test_with_one_feature_a_class_a_client_is_felos(tmp_path, norm):
+def test_client_with_one_feature_per_class_equals_felo(tmp_path, norm):
     taught = knowledge(1)
     ours, felos = (
         opened(small(method, models="mlp", **{f"{method}.feature-norm": norm}), tmp_path / method)
@@ -408,7 +408,7 @@ def test_with_one_feature_a_class_a_client_is_felos(tmp_path, norm):
     assert same(dict(one.tensors), dict(other.tensors))
 
 
-def test_a_first_participation_is_cross_entropy_alone(tmp_path):
+def test_first_participation_is_cross_entropy(tmp_path):
     answers = []
     for name, taught in (("with", knowledge(1)), ("without", {})):
         client = opened(small("velo", models="mlp"), tmp_path / name)
@@ -418,7 +418,7 @@ def test_a_first_participation_is_cross_entropy_alone(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, count):
+def test_other_number_of_features_raises(tmp_path, count):
     client = opened(small("velo", models="mlp", **{"velo.samples-per-class": 2}), tmp_path)
 
     def read(sent):
@@ -433,7 +433,7 @@ def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, c
 # --- whole runs -----------------------------------------------------------------------------
 
 
-def test_a_run_with_several_features_a_class(tmp_path):
+def test_run_with_several_features_a_class(tmp_path):
     changes = {"rounds": 3, "velo.interval": 2, "velo.samples-per-class": 2}
     changes |= {"velo.min-separation": 0.9}
     summary = run(small("velo", **(CHEAP | changes)), tmp_path / "run", report=True)
@@ -447,7 +447,7 @@ def test_a_run_with_several_features_a_class(tmp_path):
     assert "separation" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_up_to_the_first_training_velo_is_felo(tmp_path):
+def test_velo_equals_felo_before_the_first_training(tmp_path):
     """The first round is initial training, and the second round uses only the means."""
     sent = {}
     for method in ("felo", "velo"):
@@ -468,7 +468,7 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
             np.testing.assert_array_equal(ours, value)
 
 
-def test_the_extreme_pool_meets_in_one_width():
+def test_extreme_pool_has_one_feature_width():
     """Table 3: only ResNet-50 has features with a width other than 512."""
     config = resolve(read_preset("velo-cifar10-extreme"))
     width = config.method_settings.feature_dim
@@ -483,7 +483,7 @@ def test_the_extreme_pool_meets_in_one_width():
 
 
 @pytest.mark.slow
-def test_the_widest_and_the_narrowest_of_the_pool_train_together(tmp_path):
+def test_widest_and_the_narrowest_of_the_pool_train_together(tmp_path):
     few = {"models": ["resnet10", "resnet50"], "clients": 2, "max_samples": 24, "min_samples": 4}
     few |= {"partition": "iid", "max_test_samples": 10, "velo.feature-dim": 32, "velo.epochs": 3}
     run(small("velo", **few), tmp_path / "run")

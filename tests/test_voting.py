@@ -78,7 +78,7 @@ def ours(classes, spaces, predictions, weights, alpha):
 
 
 @pytest.mark.parametrize("block", range(6))
-def test_exactly_algorithm_1(block):
+def test_voting_equals_algorithm_1(block):
     tied = alone = contradicted = 0
     for seed in range(500 * block, 500 * (block + 1)):
         classes, spaces, predictions, weights, alpha, instances = drawn(seed)
@@ -112,11 +112,11 @@ def is_tied(predictions, spaces, weights, alpha):
     return False
 
 
-def test_nobody_votes():
+def test_no_votes():
     assert aggregate([], 3, 0.3).shape == (3, 0)
 
 
-def test_blocks_do_not_show():
+def test_result_does_not_depend_on_blocks():
     """There are more instances than fit into a block, and the last block is not full."""
     rng = np.random.default_rng(0)
     classes, instances = 300, 2 * (CELLS // 300) + 7
@@ -131,7 +131,7 @@ def test_blocks_do_not_show():
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_who_abstains_adds_to_no_count_and_stays_in_the_total(block):
+def test_abstention_adds_no_vote_and_counts_in_the_total(block):
     decided = 0
     for seed in range(300 * block, 300 * (block + 1)):
         classes, spaces, predictions, weights, alpha, instances = drawn(seed)
@@ -154,7 +154,7 @@ def test_who_abstains_adds_to_no_count_and_stays_in_the_total(block):
     assert decided > 50, "abstaining makes no difference here"
 
 
-def test_abstentions_are_where_the_two_best_are_close():
+def test_models_abstain_if_the_two_best_classes_are_close():
     probabilities = np.array(
         [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]
     )
@@ -167,7 +167,7 @@ def test_abstentions_are_where_the_two_best_are_close():
 
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10_000), margin=st.sampled_from([0.01, 0.3, 0.7, 0.99]))
-def test_the_published_rule(seed, margin):
+def test_published_rule(seed, margin):
     """`maxk(y, 2)`, then keep where their difference is below -margin (sorted, best first)."""
     probabilities = np.random.default_rng(seed).dirichlet(np.ones(4) * 0.3, 20)
     kept = [max(p) - sorted(p)[-2] > margin for p in probabilities.tolist()]

@@ -52,7 +52,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "encoding", "changes"), CASES)
-def test_a_resumed_run_is_equal_bit_for_bit(method, encoding, changes, tmp_path):
+def test_resumed_run_is_equal_bit_for_bit(method, encoding, changes, tmp_path):
     config = encoded(method, encoding, rounds=4, fraction=0.75, **changes)
     cut_and_resumed(config, tmp_path, 3, "after" if method == "felo" else "before")
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_is_equal_bit_for_bit(method, encoding, changes, tmp_path)
 @pytest.mark.parametrize(
     "encoding", ["top-k", *[pytest.param(e, marks=pytest.mark.slow) for e in LOSSY[:2]]]
 )
-def test_ray_gives_the_numbers_of_inline(encoding, tmp_path):
+def test_ray_gives_the_metrics_of_inline(encoding, tmp_path):
     config = encoded("felo", encoding, rounds=3, max_samples=200)
     inline = run(config, tmp_path / "inline")
     on_ray = run(
@@ -70,7 +70,7 @@ def test_ray_gives_the_numbers_of_inline(encoding, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo"])
-def test_without_a_second_sending_every_number_is_the_same(method, tmp_path):
+def test_metrics_do_not_depend_on_resending(method, tmp_path):
     found = {}
     for resend in (True, False):
         config = small(method, rounds=3, **{"wire.resend": resend})
@@ -84,7 +84,7 @@ def test_without_a_second_sending_every_number_is_the_same(method, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
-def test_an_encoding_weighs_less_and_changes_little(encoding, tmp_path):
+def test_encoding_saves_bytes_and_changes_little(encoding, tmp_path):
     plain = run(small("fedavg", rounds=3), tmp_path / "plain")
     found = run(encoded(encoding=encoding, rounds=3), tmp_path / encoding)
     sums = [
@@ -102,7 +102,7 @@ def test_an_encoding_weighs_less_and_changes_little(encoding, tmp_path):
 # --- what clients have ------------------------------------------------------------------------
 
 
-def test_what_a_client_has_is_not_sent_again(tmp_path):
+def test_held_weights_are_not_sent_again(tmp_path):
     server = Server(encoded(), tmp_path)
     server.play(1)
     server.close(1)
@@ -115,7 +115,7 @@ def test_what_a_client_has_is_not_sent_again(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
-def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
+def test_server_tracks_decoded_weights_of_each_client(encoding, tmp_path):
     server = Server(encoded("felo", encoding), tmp_path)
     for number in (1, 2, 3):
         asked = server.ask(number)
@@ -153,7 +153,7 @@ def cut(folder):
 @pytest.mark.parametrize(
     ("encoding", "happens"), [("int8", lose), ("int8", damage), ("float16", cut)]
 )
-def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp_path):
+def test_client_that_lost_its_weights_receives_full_weights(encoding, happens, tmp_path):
     """This costs bytes, but does not change the results."""
     servers = [Server(encoded(encoding=encoding), tmp_path / name) for name in ("whole", "lost")]
     for number in (1, 2, 3):
@@ -171,7 +171,7 @@ def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp
     assert lost.answered == whole.answered
 
 
-def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
+def test_reply_with_an_unknown_base_is_dropped(tmp_path):
     server = Server(encoded(), tmp_path)
     asked = server.ask(1)
     server.flower.state.calls.close(asked[0][0].name, 1)
@@ -185,7 +185,7 @@ def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
 # --- what is left unsent ----------------------------------------------------------------------
 
 
-def test_a_repeated_round_counts_what_was_left_once(tmp_path):
+def test_repeated_round_counts_the_residual_once(tmp_path):
     server = Server(encoded(encoding="top-k"), tmp_path)
     server.play(1)
     server.close(1)
@@ -205,7 +205,7 @@ def test_a_repeated_round_counts_what_was_left_once(tmp_path):
     assert all(np.array_equal(value, left_again[name]) for name, value in left.items())
 
 
-def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
+def test_sent_and_residual_values_sum_to_the_change(tmp_path):
     """Compare sums over rounds of the server's decoded values and the client's changes."""
     server = Server(encoded(encoding="top-k", clients=2), tmp_path)
     learned, came = {}, {}
@@ -277,7 +277,7 @@ def test_each_way_to_send_a_version_gives_the_same_numbers():
     assert error.max() <= unit * 1.01 + np.abs(half).max() * 2**-11
 
 
-def test_errors_of_what_is_sent_do_not_add_up():
+def test_encoding_errors_do_not_accumulate():
     made, last = encoder(), None
     for round in range(1, 40):
         last = made.instruction(place(round), "train", weights(round), ["a"])
@@ -287,7 +287,7 @@ def test_errors_of_what_is_sent_do_not_add_up():
     assert abs(off.mean()) < 0.01
 
 
-def test_weights_that_are_sent_again_are_the_same_version():
+def test_resent_weights_keep_their_version():
     made = encoder()
     one = made.instruction(place(1), "evaluate", weights(1), ["a"])
     made.payload("a", one)
@@ -297,7 +297,7 @@ def test_weights_that_are_sent_again_are_the_same_version():
     assert decoded(made.payload("b", other)).keys() == {"weights/w"}
 
 
-def test_versions_that_nobody_has_are_forgotten():
+def test_unused_versions_are_deleted():
     made = encoder()
     for number in range(20):
         made.payload(f"c{number}", made.instruction(place(1), "train", weights(number), ()))
@@ -309,7 +309,7 @@ def test_versions_that_nobody_has_are_forgotten():
     assert len(made.state_dict()) == 1
 
 
-def test_a_server_comes_back_with_what_its_clients_have():
+def test_restored_server_knows_weights_of_its_clients():
     made, back = encoder(), encoder()
     made.payload("a", made.instruction(place(1), "train", weights(1), ["a"]))
     kept = made.state_dict() | {"other": np.ones(2)}
@@ -319,7 +319,7 @@ def test_a_server_comes_back_with_what_its_clients_have():
     assert made.payload("a", one).tensors == back.payload("a", other).tensors
 
 
-def test_plain_instructions_leave_no_trace():
+def test_plain_instructions_leave_no_state():
     plain = InstructionEncoder(Coder.for_contract(small().run.wire, SENT, 0))
     plain.payload("a", plain.instruction(place(1), "train", weights(1), ["a"]))
     assert plain.state_dict() == plain.metadata() == plain.held == {}
@@ -328,7 +328,7 @@ def test_plain_instructions_leave_no_trace():
 # --- replies on disk --------------------------------------------------------------------------
 
 
-def test_an_encoded_reply_lies_on_disk_as_it_is_decoded(tmp_path):
+def test_encoded_reply_is_stored_decoded(tmp_path):
     coder = Coder(rules_of(WireSettings(encoding="int8")), SENT, 0)
     base, own = weights(1).tensors, weights(2).tensors
     travels, _ = coder.reply(("a", 1), own, base, {})

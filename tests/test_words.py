@@ -55,13 +55,13 @@ def said_by(*words):
         ("batch", "training.batch-size"),
     ],
 )
-def test_another_name_leads_to_the_setting(word, name):
+def test_synonym_suggests_the_setting(word, name):
     # felo has no epochs of its own, velo and feddf have.
     result = CliRunner().invoke(app, ["run", "felo", "--set", f"{word}=1"])
     assert str(result.exception) == f"unknown setting '{word}'; did you mean '{name}'?"
 
 
-def test_the_table_of_words_is_of_settings_that_exist_and_of_words_that_are_none():
+def test_synonyms_refer_to_existing_settings():
     shared = RunSettings.fields()
     assert set(SYNONYMS.values()) <= shared.keys()
     leaves = {name.rpartition(".")[2] for name in shared}
@@ -69,12 +69,12 @@ def test_the_table_of_words_is_of_settings_that_exist_and_of_words_that_are_none
     assert not SYNONYMS.keys() & UNSUPPORTED.keys()
 
 
-def test_a_methods_own_setting_of_that_name_is_it():
+def test_setting_of_the_method_precedes_a_synonym():
     result = CliRunner().invoke(app, ["run", "velo", "--set", "epochs=-1"])
     assert "'velo.epochs': expected integer >= 1" in str(result.exception)
 
 
-def test_a_misspelling_is_still_corrected():
+def test_misspelled_setting_gets_a_suggestion():
     said = str(unknown("locl-epochs", all_settings()))
     assert "did you mean 'training.local-epochs'?" in said
 
@@ -88,7 +88,7 @@ def test_a_misspelling_is_still_corrected():
         ("--data.alpha", "use --set data.alpha=VALUE"),
     ],
 )
-def test_an_option_that_is_a_setting_says_how_it_is_given(option, way):
+def test_option_named_like_a_setting_suggests_set(option, way):
     result, said = said_by("run", "felo", option, "1")
     assert result.exit_code == 2
     assert f"No such option '{option}'; {way}" in said
@@ -105,31 +105,31 @@ def test_an_option_that_is_a_setting_says_how_it_is_given(option, way):
         (["deploy-local", "felo", "--backend", "ray"], "use --set engine.backend=VALUE"),
     ],
 )
-def test_the_hint_names_an_option_that_the_command_has(words, way):
+def test_hint_names_an_option_of_the_command(words, way):
     result, said = said_by(*words)
     assert result.exit_code == 2
     assert f"No such option '{words[-2]}'; {way}" in said
 
 
-def test_other_options_get_clicks_own_hint():
+def test_other_options_get_the_hint_of_click():
     assert "--preset" in said_by("run", "felo", "--presett", "demo")[1]
     assert "write" not in said_by("compare", "--epochs", "1")[1]  # it takes no settings
 
 
 @pytest.mark.parametrize("open_console", [lambda: console, lambda: errors, console_for])
-def test_a_dataset_between_colons_is_no_emoji(open_console, capsys):
+def test_dataset_between_colons_is_not_an_emoji(open_console, capsys):
     open_console().print("felo on table:cat: 3 clients", markup=False)
     assert "felo on table:cat: 3 clients" in "".join(capsys.readouterr())
 
 
-def test_a_command_is_suggested_once():
+def test_command_is_suggested_once():
     result, said = said_by("runn")
     assert result.exit_code == 2
     assert said.count("Did you mean") == 1
     assert "'run'?" in said
 
 
-def test_a_module_that_is_not_found_names_pythonpath():
+def test_missing_module_suggests_pythonpath():
     for look, kind in ((import_user_model, ModelError), (find_method, SettingsError)):
         for name in ("mymodels_absent.part", "mymodels_absent.part:tiny"):
             if (":" in name) == (look is import_user_model):
@@ -137,7 +137,7 @@ def test_a_module_that_is_not_found_names_pythonpath():
                     look(name)
 
 
-def test_a_module_that_imports_another_that_is_absent_does_not(tmp_path, monkeypatch):
+def test_missing_dependency_does_not_suggest_pythonpath(tmp_path, monkeypatch):
     (tmp_path / "mymodels_broken.py").write_text("import surely_not_installed")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError) as caught:
@@ -172,7 +172,7 @@ def test_settings_are_listed_by_section_without_limits_that_only_reject_typos():
 # --- completion -------------------------------------------------------------------------------
 
 
-def test_what_is_completed():
+def test_completion():
     assert [name for name, _ in complete_method("fedmd")] == ["fedmd"]
     assert dict(complete_preset("de")) == {"demo": preset_names()["demo"]}
     assert [name for name, _ in complete_preset("demo,ii")] == ["demo,iid"]
@@ -192,7 +192,7 @@ def test_what_is_completed():
     assert complete_setting("lr=") == []
 
 
-def test_a_shell_gets_it_without_heavy_imports():
+def test_completion_imports_no_heavy_library():
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print('HEAVY', {'torch', 'flwr', 'pandas', 'sklearn', 'ray',"
@@ -215,13 +215,13 @@ def test_a_shell_gets_it_without_heavy_imports():
 # --- a run's lines ----------------------------------------------------------------------------
 
 
-def test_a_line_of_one_run_of_several_names_it(capsys):
+def test_notices_of_several_runs_are_labeled(capsys):
     line_display(Console(width=200), "training.lr=0.1").notice("odd")
     line_display(Console(width=200)).notice("odd")
     assert capsys.readouterr().out.splitlines() == ["training.lr=0.1: note: odd", "note: odd"]
 
 
-def test_the_duration_tells_the_start_from_the_rounds():
+def test_duration_separates_start_and_rounds():
     history = [PastRound(round=1, seconds=3.0), PastRound(round=2, seconds=1.0)]
     summary = Summary(method="felo", dataset="digits", seed=0, rounds=2, history=history)
     assert duration(summary) == "2 rounds in 0.0 s"
@@ -230,7 +230,7 @@ def test_the_duration_tells_the_start_from_the_rounds():
     assert duration(summary) == "2 rounds in 11.0 s: 7.0 s to start, 2.0 s per round"
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+def test_interrupted_run_suggests_resume(tmp_path):
     run = tmp_path / "run"
     assert _resume_hint(run) == "training had not started"
     run.mkdir()

@@ -23,7 +23,7 @@ WRITES = {  # the rights beyond reading, by workflow and job
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_is_pinned_and_has_few_rights(path):
+def test_workflow_is_pinned_with_minimal_permissions(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
@@ -38,7 +38,7 @@ def test_a_workflow_is_pinned_and_has_few_rights(path):
             assert "${{" not in step.get("run", ""), "what others wrote is no part of a script"
 
 
-def test_the_targets_exist():
+def test_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     text = "".join(path.read_text() for path in WORKFLOWS)
     (matrix,) = re.findall(r"target: \[(.*)\]", text)
@@ -57,7 +57,7 @@ def test_the_targets_exist():
         ("Skipped: could not import 'timm'", "", "skipped"),
     ],
 )
-def test_a_skipped_test_fails_in_ci_without_a_listed_reason(reason, ci, outcome, monkeypatch):
+def test_skipped_test_fails_in_ci_without_a_listed_reason(reason, ci, outcome, monkeypatch):
     monkeypatch.setenv("CI", ci)
     where = ("test_x.py", 1, reason)
     for report in (
@@ -70,7 +70,7 @@ def test_a_skipped_test_fails_in_ci_without_a_listed_reason(reason, ci, outcome,
             assert "skipped: could not import 'timm'. With CI set" in report.longreprtext
 
 
-def test_every_listed_reason_is_one_of_the_tests():
+def test_every_allowed_skip_is_used():
     text = "\n".join(path.read_text() for path in ROOT.glob("tests/*.py") if path != CONFTEST)
     assert [reason for reason in ALLOWED_SKIPS if reason not in text] == []
 
