@@ -47,8 +47,9 @@ from benchmarks.malicious import run
 from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
-from fedhet.data.spec import Dataset, Split
+from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.texts import VARIABLE
+from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records
 from fedhet.runs.measures import shown_scores
@@ -85,8 +86,9 @@ def regression(name: str, kind: str, x: NDArray[np.float64], y: NDArray[np.float
     targets = torch.tensor((y[:, None] - mean) / deviation, dtype=torch.float32)
     train, test = (Split(inputs[rows], targets[rows])
                    for rows in (slice(count), slice(count, None)))  # fmt: skip
-    task, scaled = Regression((mean,), (deviation,)), kind == "image"
-    return Dataset(name, train, test, ("target",), kind=kind, scaled_images=scaled, task=task)
+    task = Regression((mean,), (deviation,))
+    form = Format.from_samples(inputs, ("target",), KINDS[kind], task=task, scaled=kind == "image")
+    return Dataset(name, train, test, form)
 
 
 def diabetes() -> Dataset:
@@ -150,8 +152,8 @@ def digits() -> Dataset:
         splits.append(Split(torch.from_numpy(x - 1), torch.from_numpy(y)))
     names = tuple(map(str, range(10)))
     train, test = splits
-    task = MultiLabel()
-    return Dataset("digits", train, test, names, kind="image", scaled_images=True, task=task)
+    form = Format.from_samples(train.x, names, IMAGE, task=MultiLabel(), scaled=True)
+    return Dataset("digits", train, test, form)
 
 
 def pretrain(directory: Path) -> None:

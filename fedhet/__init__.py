@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from fedhet.base import __version__
 
 if TYPE_CHECKING:
-    from fedhet.data.spec import Dataset, Split
+    from fedhet.data.dataset import Dataset, Format, Split
     from fedhet.inference.api import Result as Result
     from fedhet.inference.api import compare as compare
     from fedhet.inference.api import load as load
     from fedhet.inference.api import run as run
 
-__all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
+__all__ = ["Dataset", "Format", "Result", "Split", "__version__", "compare", "load", "run"]
 
 # Flower collects usage statistics unless this variable is 0, and reads the variable only on import.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -26,8 +26,9 @@ _LAZY_IMPORTS = {
     "load": "fedhet.inference.api",
     "compare": "fedhet.inference.api",
     "Result": "fedhet.inference.api",
-    "Dataset": "fedhet.data.spec",
-    "Split": "fedhet.data.spec",
+    "Dataset": "fedhet.data.dataset",
+    "Format": "fedhet.data.dataset",
+    "Split": "fedhet.data.dataset",
 }
 
 

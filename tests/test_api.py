@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import PIL.Image
 import pytest
 import torch
 from federation import SMALL, permitted, without_figures
@@ -17,7 +18,9 @@ from torch import nn
 import fedhet
 from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.clients.local import LocalClient
+from fedhet.config.resolve import resolve
 from fedhet.data.sources import dataset_names, sample_kind
+from fedhet.data.store import RunData
 from fedhet.inference import api
 from fedhet.kinds import TABLE
 from fedhet.runs.display import in_notebook, notebook_display
@@ -256,9 +259,75 @@ def test_data_of_every_form(tmp_path):
     assert set(found.predict("client-0", X).names) <= {"a", "b", "c"}
     assert sample_kind(DataSettings(dataset=str(found.settings["data.dataset"]))) is TABLE
     split = fedhet.Split(torch.from_numpy(X), torch.from_numpy(Y))
-    whole = fedhet.Dataset("mine", split, None, ("a", "b", "c"))
+    form = fedhet.Format("table", X.shape[1:], ("a", "b", "c"))
+    whole = fedhet.Dataset("mine", split, None, form)
     assert quick(models="mlp", dataset=whole, out=tmp_path / "whole").accuracy > 0
     assert "python:module:function" in dataset_names()
+
+
+FEW = {**QUICK, "min-samples": 2}
+
+
+def run_data(found):
+    """Return the data that the settings of a result name."""
+    return RunData.of(resolve(dict(found.settings)).run)
+
+
+class Counted(torch.utils.data.Dataset):
+    """Map-style dataset of images that counts how often each sample is read."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, first, count=20):
+        self.first, self.reads = first, [0] * count
+
+    def __len__(self):
+        return len(self.reads)
+
+    def __getitem__(self, row):
+        self.reads[row] += 1
+        pixels = np.full((8, 9, 3), self.first + row, np.uint8)
+        return PIL.Image.fromarray(pixels), (self.first + row) % 2
+
+
+def test_pytorch_dataset_is_read_once(tmp_path):
+    data = Counted(0, 60)
+    found = quick(models="cnn2", dataset=data, out=tmp_path / "run", settings=FEW)
+    assert data.reads == [1] * 60
+    whole = run_data(found).dataset
+    assert (whole.format.kind, whole.format.shape) == ("image", (3, 8, 9))
+    assert (whole.format.classes, whole.format.stored) == (("even", "odd"), "bytes")
+    assert whole.train.x[:, 0, 0, 0].tolist() == list(range(60))
+    assert whole.train.y.tolist() == [0, 1] * 30
+
+
+def test_list_has_the_data_of_each_client(tmp_path):
+    tensors = torch.utils.data.TensorDataset(torch.from_numpy(X[:40]), torch.from_numpy(Y[:40]))
+    held_out = {"train": (X[40:70], Y[40:70]), "test": (X[70:], Y[70:])}
+    data = [tensors, held_out, torch.utils.data.Subset(tensors, range(0, 40, 2))]
+    found = quick(models="mlp", dataset=data, out=tmp_path / "run", clients=3)
+    own = [run_data(found).client(index) for index in range(3)]
+    assert [(len(each.train), len(each.test)) for each in own] == [(32, 8), (30, 20), (16, 4)]
+    for each, rows in zip(own, (slice(40), slice(40, 90), slice(0, 40, 2)), strict=True):
+        samples = torch.cat([each.train.x, each.test.x]).tolist()
+        assert sorted(samples) == sorted(torch.from_numpy(X[rows]).float().tolist())
+    with pytest.raises(SettingsError, match=r"data.max-samples must be 0"):
+        quick(
+            models="mlp",
+            dataset=data,
+            out=tmp_path / "few",
+            clients=3,
+            settings={**FEW, "max-samples": 20},
+        )
+    with pytest.raises(DataError, match="clients must be 3"):
+        quick(models="mlp", dataset=data, out=tmp_path / "more", clients=4)
+
+
+def test_mapping_may_state_the_kind_of_its_samples(tmp_path):
+    x = np.random.default_rng(0).random((60, 2, 16), np.float32)
+    data = {"train": (x, np.arange(60) % 2), "kind": "signal"}
+    found = quick(dataset=data, out=tmp_path / "run", settings=FEW)
+    assert run_data(found).dataset.format.kind == "signal"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +335,10 @@ def test_data_of_every_form(tmp_path):
     [
         ((X, Y[:5]), "the same length, got 90 and 5"),
         ({"train": (X, Y), "classes": ["a", "b"]}, "expected 3 different class names"),
-        ({"tran": (X, Y)}, "must return a fedhet.Dataset, a pair"),
+        ({"tran": (X, Y)}, "got tran"),
+        ({"train": (X, Y), "kind": "sound"}, "kind: expected one of image, .* got 'sound'"),
+        ([(X, Y), (X[:, :2], Y)], r"client 1: train: samples must have shape \(\d+,\)"),
+        ([(X, Y), (X[:0], Y[:0])], "client 1: train: no samples"),
         ({"train": (X, Y), "test": (X[:, :2], Y)}, "samples must have shape"),
         ((X, Y.astype(float)), "y must be integers"),
         (lambda: 1 / 0, "the function failed: ZeroDivisionError"),

@@ -17,7 +17,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.node import open_client
 from fedhet.client_runtime.samples import poisoned
 from fedhet.config.resolve import check_deployable, resolve
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.methods.registry import find_method
 from fedhet.server import attacks
 from fedhet.server.attacks import (

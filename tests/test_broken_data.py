@@ -40,7 +40,7 @@ def fault(call):
 
 
 def site(folder, spec=SITE, classes=2):
-    return site_data(str(folder), spec=spec, classes=classes, name="site")
+    return site_data(f"npz:{folder}", spec=spec, classes=classes, name="site")
 
 
 # --- npz ------------------------------------------------------------------------------------
@@ -302,7 +302,9 @@ def test_unlabeled_images_are_nobody_elses(tmp_path):
     train = tree(tmp_path / "site" / "train")
     (train / "unlabeled").symlink_to("cat")
     with pytest.raises(DataError, match="whose files are already part of the data"):
-        site_data(str(tmp_path / "site"), spec=SITE, classes=3, name="s", unlabeled=True)
+        site_data(
+            f"imagefolder:{tmp_path / 'site'}", spec=SITE, classes=3, name="s", unlabeled=True
+        )
 
 
 @pytest.mark.parametrize("part", ["", "train"])
@@ -311,7 +313,7 @@ def test_links_to_folders_elsewhere_are_followed(tmp_path, part):
     tree(tmp_path / "there", ("elks",))
     (root / "elk").symlink_to(tmp_path / "there" / "elks")
     data = load(folder(tmp_path / "here"))
-    assert data.classes == ("ant", "cat", "dog", "elk")
+    assert data.format.classes == ("ant", "cat", "dog", "elk")
     assert np.bincount(data.train.y).tolist() == [2, 2, 2, 2]
 
 
@@ -329,7 +331,7 @@ def test_a_class_in_a_list_that_cannot_be_shown(tmp_path, name):
     (tmp_path / "classes.txt").write_text(f"{name}\ndog\n")
     assert "classes.txt: class name" in fault(lambda: site(tmp_path))
     (tmp_path / "classes.txt").write_text("chat épais\ndog\n")
-    assert site(tmp_path).classes == ("chat épais", "dog")
+    assert site(tmp_path).format.classes == ("chat épais", "dog")
 
 
 def test_a_file_name_that_is_not_utf_8(tmp_path):

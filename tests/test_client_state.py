@@ -22,7 +22,7 @@ from fedhet.base.arrays import read_npy
 from fedhet.base.disk import load_npz, map_npy
 from fedhet.base.errors import StateError
 from fedhet.client_runtime.state import ClientState, MessageClient, ReplyStore
-from fedhet.data.sources.files import kind_of_clients, read_arrays
+from fedhet.data.sources.files import kind_of_arrays_in, read_arrays
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import TABLE
 from fedhet.learning.devices import CPU
@@ -351,7 +351,7 @@ def readers(root):
     return {
         "stored reply": lambda: replies.get(1)[0],
         "data": lambda: read_arrays(path, ("x", "y"), DataSpec())["x"],
-        "kind": lambda: ROWS["x"] if kind_of_clients(str(root)) is TABLE else None,
+        "kind": lambda: ROWS["x"] if kind_of_arrays_in(str(root)) is TABLE else None,
         "mapped file": lambda: map_npy(root / "x.npy"),
         "message": lambda: read_tensor(client.fit(message).parameters.tensors[0], "client-0", "x"),
     }

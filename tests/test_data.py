@@ -247,8 +247,8 @@ def test_digits_have_one_common_test_set_whatever_the_seed() -> None:
     shares = first.test.y.bincount() / torch.cat([first.train.y, first.test.y]).bincount()
     assert torch.allclose(shares, torch.tensor(0.2), atol=0.01)
     assert not as_set(first.train.x) & as_set(first.test.x)
-    assert first.shape == (1, 8, 8)
-    assert first.classes == tuple("0123456789")
+    assert first.format.shape == (1, 8, 8)
+    assert first.format.classes == tuple("0123456789")
     assert first.train.x.min() == -1
     assert first.train.x.max() == 1
 
@@ -257,7 +257,7 @@ def test_client_data_is_the_clients_rows_split_once() -> None:
     store = RunData(DIGITS)
     data, rows = store.client(3), store.partition()[3]
     assert data.name == "client-3"
-    assert data.shape == (1, 8, 8)
+    assert data.format.shape == (1, 8, 8)
     assert len(data.train) + len(data.test) == len(rows)
     assert len(data.test) == round(0.2 * len(rows))
     whole = load(DIGITS).train.take(rows)
@@ -400,13 +400,13 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
     spec = DataSpec(dataset="mnist", data_dir=str(tmp_path), clients=2, partition="iid")
     data = load(spec)
     assert data.test is not None
-    assert data.shape == (1, 28, 28)
+    assert data.format.shape == (1, 28, 28)
     assert data.train.x.dtype == torch.uint8
     assert torch.equal(data.train.x[:, 0], torch.from_numpy(images[:40]))
     assert data.test.y.tolist() == [*range(10)] * 2
     client = RunData(spec).client(0)
     assert client.train.x.dtype == torch.uint8
-    assert client.stored == "bytes"
+    assert client.format.stored == "bytes"
 
 
 def test_cifar_is_put_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +417,8 @@ def test_cifar_is_put_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", fake)
     data = load(DataSpec(dataset="cifar10", data_dir="faked"))
-    assert data.shape == (3, 32, 32)
-    assert data.classes == ("cat", "dog")
+    assert data.format.shape == (3, 32, 32)
+    assert data.format.classes == ("cat", "dog")
     assert data.train.x.is_contiguous()
     assert torch.equal(data.train.x[4, 2], torch.from_numpy(images[4, :, :, 2]))
 
@@ -445,7 +445,7 @@ def test_npz_clients_come_back_as_written(tmp_path: Path) -> None:
         assert torch.equal(data.train.x, torch.from_numpy(train["x"].astype(np.float32)))
         assert torch.equal(data.test.x, torch.from_numpy(test["x"].astype(np.float32)))
         assert data.train.y.tolist() == train["y"].tolist()
-    assert data.classes == ("0", "1", "2", "3", "4")
+    assert data.format.classes == ("0", "1", "2", "3", "4")
     assert data.common is not None
     assert len(data.common) == 5
     assert RunData(spec).label_counts()["client-0"] == [5, 4, 0, 0, 0]
@@ -454,7 +454,7 @@ def test_npz_clients_come_back_as_written(tmp_path: Path) -> None:
 
 def test_npz_images(tmp_path: Path) -> None:
     spec = write_clients(tmp_path, clients=1, shape=(5, 6))
-    assert RunData(spec).client(0).shape == (1, 5, 6)
+    assert RunData(spec).client(0).format.shape == (1, 5, 6)
     assert RunData(spec).client(0).common is None
 
 
@@ -518,7 +518,7 @@ def test_npz_files_must_be_numbered(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
     (tmp_path / "test" / "1.npz").rename(tmp_path / "test" / "b.npz")
     assert f"{tmp_path / 'test' / '1.npz'}: file not found" in fault(spec)
-    assert "no .npz files found" in fault(spec.replace(dataset=f"npz:{tmp_path / 'nowhere'}"))
+    assert "train.npz: file not found" in fault(spec.replace(dataset=f"npz:{tmp_path / 'nowhere'}"))
 
 
 # --- image folders ---------------------------------------------------------------------------
@@ -548,8 +548,8 @@ def test_tree_is_decoded_in_the_order_of_class_names(tmp_path: Path) -> None:
     )
     data = load(spec)
     assert data.test is not None
-    assert data.classes == ("ant", "cat", "dog")
-    assert data.shape == (3, 5, 6)
+    assert data.format.classes == ("ant", "cat", "dog")
+    assert data.format.shape == (3, 5, 6)
     assert data.train.x.dtype == torch.uint8
     assert data.train.y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert torch.equal(data.train.x[:, 0, 0, 0], 10 * data.train.y)
@@ -627,13 +627,13 @@ def test_max_samples_decodes_only_the_subset(tmp_path: Path, cache_dir: Path) ->
 
 def test_gray_trees_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
     gray = write_images(tmp_path / "gray", mode="L")
-    assert load(DataSpec(dataset=f"imagefolder:{gray}")).shape == (1, 5, 6)
+    assert load(DataSpec(dataset=f"imagefolder:{gray}")).format.shape == (1, 5, 6)
     mixed = write_images(tmp_path / "mixed", mode="L")
     PIL.Image.new("RGB", (6, 5), (1, 2, 3)).save(mixed / "dog" / "3.png")
     data = load(DataSpec(dataset=f"imagefolder:{mixed}"))
     assert data.train.x[-1, :, 0, 0].tolist() == [1, 2, 3]
     deep = write_images(tmp_path / "deep", mode="I;16")
-    assert load(DataSpec(dataset=f"imagefolder:{deep}")).shape == (1, 5, 6)
+    assert load(DataSpec(dataset=f"imagefolder:{deep}")).format.shape == (1, 5, 6)
 
 
 def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
@@ -646,7 +646,7 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
         f"{odd}: expected 6 x 5 pixels, the size of the first image, got 7 x 9"
     )
     assert "Set data.image-size" in message
-    assert load(spec.replace(image_size=4)).shape == (3, 4, 4)
+    assert load(spec.replace(image_size=4)).format.shape == (3, 4, 4)
     noise = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     PIL.Image.fromarray(noise).save(odd)
     odd.write_bytes(odd.read_bytes()[:80])
@@ -686,32 +686,32 @@ SITE = DataSpec(test_fraction=0.25)
 def test_site_with_arrays(tmp_path: Path) -> None:
     x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20) % 3
     np.savez(tmp_path / "train.npz", x=x, y=y)
-    alone = site_data(str(tmp_path), spec=SITE, classes=5, name="north")
+    alone = site_data(f"npz:{tmp_path}", spec=SITE, classes=5, name="north")
     assert (len(alone.train), len(alone.test)) == (15, 5)
     assert as_set(alone.train.x) | as_set(alone.test.x) == as_set(torch.from_numpy(x))
-    assert alone.classes == tuple("01234")
+    assert alone.format.classes == tuple("01234")
     assert alone.common is None
     assert alone.name == "north"
     np.savez(tmp_path / "test.npz", x=x[:4], y=y[:4])
     (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
-    both = site_data(str(tmp_path), spec=SITE, classes=4, name="south")
+    both = site_data(f"npz:{tmp_path}", spec=SITE, classes=4, name="south")
     assert (len(both.train), len(both.test)) == (20, 4)
-    assert both.classes == ("a", "b", "c", "d")
+    assert both.format.classes == ("a", "b", "c", "d")
 
 
 def test_site_with_images(tmp_path: Path) -> None:
     root = tmp_path / "site"
     write_images(root / "train", classes=("cat", "dog"))
     site: dict[str, Any] = {"spec": SITE, "name": "north"}
-    alone = site_data(str(root), classes=2, **site)
-    assert alone.classes == ("cat", "dog")
+    alone = site_data(f"imagefolder:{root}", classes=2, **site)
+    assert alone.format.classes == ("cat", "dog")
     assert len(alone.test) == 2
     write_images(root / "test", classes=("dog",), each=3)
-    with pytest.raises(DataError, match=r"expected 4 classes, .* got 2\. .*classes\.txt"):
-        site_data(str(root), classes=4, **site)
+    with pytest.raises(DataError, match=r"expected 4 classes .* got 2"):
+        site_data(f"imagefolder:{root}", classes=4, **site)
     (root / "classes.txt").write_text("elk\ndog\ncat\nant\n")
-    ordered = site_data(str(root), classes=4, **site)
-    assert ordered.classes == ("elk", "dog", "cat", "ant")
+    ordered = site_data(f"imagefolder:{root}", classes=4, **site)
+    assert ordered.format.classes == ("elk", "dog", "cat", "ant")
     assert sorted(ordered.train.y.tolist()) == [1] * 4 + [2] * 4
     assert ordered.test.y.tolist() == [1] * 3
     cats = ordered.train.y == 2
@@ -722,12 +722,12 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
     root = tmp_path / "site"
     write_images(root / "train", classes=("cat", "dog"))
     site: dict[str, Any] = {"spec": SITE, "name": "north", "classes": 2}
-    before = site_data(str(root), **site)
+    before = site_data(f"imagefolder:{root}", **site)
     assert before.unlabeled is None
     write_images(root / "train" / "unlabeled", classes=("",), each=3)
     write_images(root / "train" / "unlabeled", classes=("march", "may"), each=1)
-    read = site_data(str(root), unlabeled=True, **site)
-    assert read.classes == ("cat", "dog")
+    read = site_data(f"imagefolder:{root}", unlabeled=True, **site)
+    assert read.format.classes == ("cat", "dog")
     assert read.unlabeled is not None
     assert read.unlabeled.x.shape == (5, 3, 5, 6)
     assert read.unlabeled.x.dtype == torch.uint8
@@ -737,7 +737,7 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert read.unlabeled.y.tolist() == [-1] * 5
     assert read.num_unused_unlabeled == 0
-    aside = site_data(str(root), **site)
+    aside = site_data(f"imagefolder:{root}", **site)
     assert (aside.num_unused_unlabeled, len(aside.unlabeled or ())) == (5, 0)
     for found in (read, aside):  # the labeled part is that of a folder without
         assert torch.equal(found.train.x, before.train.x)
@@ -751,7 +751,7 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     def site_fault(**changes: Any) -> str:
         site: dict[str, Any] = {"spec": SITE, "classes": 2, "name": "north", "unlabeled": True}
         with pytest.raises(DataError) as caught:
-            site_data(str(root), **{**site, **changes})
+            site_data(f"imagefolder:{root}", **{**site, **changes})
         return str(caught.value)
 
     write_images(root / "train", classes=("cat", "dog"))
@@ -764,7 +764,7 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
         f"{odd}: expected 6 x 5 pixels, the size of the first image, got 3 x 3"
     )
     (root / "classes.txt").write_text("cat\nunlabeled\n")
-    assert "'unlabeled' cannot be a class name" in site_fault()
+    assert "the class name 'unlabeled' is reserved" in site_fault()
     (root / "classes.txt").unlink()
     write_images(root / "test", classes=("cat", "unlabeled"), each=1)
     assert f"{root / 'test' / 'unlabeled' / '0.png'}: test images must be labeled" in site_fault()
@@ -774,15 +774,20 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     assert f"Move it into {root / 'train'}" in site_fault()
 
 
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 def test_site_faults(tmp_path: Path) -> None:
-    def site_fault(root: Path, classes: int = 3) -> str:
+    def site_fault(root: Path, classes: int = 3, form: str = "npz") -> str:
         with pytest.raises(DataError) as caught:
-            site_data(str(root), spec=SITE, classes=classes, name="north")
+            site_data(f"{form}:{root}", spec=SITE, classes=classes, name="north")
         return str(caught.value)
 
     absent = tmp_path / "absent"
     assert site_fault(absent) == f"{absent}: directory not found (data of north)"
-    assert "expected exactly one of train.npz, train/" in site_fault(tmp_path)
+    assert f"{tmp_path / 'train.npz'}: file not found" in site_fault(tmp_path)
     assert "models.num-classes must be the number of classes, at least 2, got 0" in site_fault(
         tmp_path, 0
     )
@@ -799,5 +804,9 @@ def test_site_faults(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("a\na\nb\n")
     assert "expected 3 different class names" in site_fault(tmp_path)
     (tmp_path / "classes.txt").unlink()
-    (tmp_path / "train").mkdir()
-    assert "expected exactly one of" in site_fault(tmp_path)
+    (tmp_path / "train.npz").unlink()
+    np.savez(_made(tmp_path / "train") / "0.npz", x=np.ones((2, 2)), y=np.arange(2))
+    np.savez(_made(tmp_path / "test") / "0.npz", x=np.ones((2, 2)), y=np.arange(2))
+    assert "got one file for each client" in site_fault(tmp_path)
+    with pytest.raises(SettingsError, match="table:PATH"):
+        site_data(str(tmp_path), spec=SITE, classes=3, name="north")

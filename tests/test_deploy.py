@@ -177,7 +177,7 @@ def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path
     with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
         deployment.stop("site-0", "site-1", "site-2")  # started with partitions
         for k, folder in enumerate(folders):
-            node = {"data": folder, "name": f"client-{k}", "model": TEXT_MODELS[k]}
+            node = {"data": f"text:{folder}", "name": f"client-{k}", "model": TEXT_MODELS[k]}
             words = " ".join(f'{key}="{value}"' for key, value in node.items())
             deployment.start_node(k, **{"node-config": words})
         deployed = small("felo", **common, **{"data.sample-kind": "text"}, join_timeout=300.0)
@@ -208,17 +208,18 @@ def deployed_with_tables(simulated, table, config, root):
     return deployed_with_schema(simulated, folders, config, root), folders
 
 
-def deployed_with_schema(simulated, folders, config, root, kind="table"):
+def deployed_with_schema(simulated, folders, config, root, kind="table", form="table"):
     """Deploy `config` on three sites with the schema of a simulation, and return the summary."""
     dataset = RunData.of(simulated.run).dataset
     with LocalDeployment(root / "deployment", nodes=3) as deployment:
         deployment.stop("site-0", "site-1", "site-2")  # started with partitions
         for k, folder in enumerate(folders):
-            (folder / "schema.toml").write_text(dataset.schema.to_toml())
-            node = {"data": folder, "name": f"client-{k}", "model": config.run.models.pool[k]}
+            (folder / "schema.toml").write_text(dataset.format.schema.to_toml())
+            own = {"data": f"{form}:{folder}", "name": f"client-{k}"}
+            node = {**own, "model": config.run.models.pool[k]}
             words = " ".join(f'{key}="{value}"' for key, value in node.items())
             deployment.start_node(k, **{"node-config": words})
-        there = {"models.num-classes": len(dataset.classes), "data.sample-kind": kind}
+        there = {"models.num-classes": len(dataset.format.classes), "data.sample-kind": kind}
         changes = {**config.flat(), **there, "engine.join-timeout": 300.0}
         summary, said = to_the_end(deployment, resolve(changes), root / "run")
     assert not any("left out" in line for line in said)
@@ -246,7 +247,7 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     assert (
         predictions[0].classes
         == predictions[1].classes
-        == RunData.of(simulated.run).dataset.classes
+        == RunData.of(simulated.run).dataset.format.classes
     )
     other = (deployed / "schema.toml").read_text().replace("mean = ", "mean = 1", 1)
     (deployed / "schema.toml").write_text(other)
@@ -275,14 +276,15 @@ def test_sites_with_images_and_label_tables_give_the_numbers_of_a_simulation(tmp
     folders = [tmp_path / "sites" / str(k) for k in range(3)]
     for k, folder in enumerate(folders):
         for part, index in zip(
-            ("train", "test"), RunData.of(simulated.run).split_rows(k), strict=True
+            ("train", "test"), RunData.of(simulated.run).split_rows(k)[:2], strict=True
         ):
             (folder / part).mkdir(parents=True)
             for row in index:
                 shutil.copy(images / rows[row][0], folder / part)
             chosen = [[rows[row][0], *rows[row][2:]] for row in index]
             write_labels(folder / part, ["file", "a", "b"], chosen)
-    summary = deployed_with_schema(simulated, folders, small("fml", **common), tmp_path, "image")
+    config, form = small("fml", **common), "imagefolder"
+    summary = deployed_with_schema(simulated, folders, config, tmp_path, "image", form)
     expected = run(simulated, tmp_path / "simulated")
     assert summary["metrics"] == expected["metrics"]
     assert summary["metrics"]["macro-auc"]["personal"]["private"]["clients"] == 2

@@ -187,7 +187,7 @@ def site(tmp_path):
         text = declared or "num-classes = 3\nshape = [1, 4, 4]\nrows = 30\n"
         (data / "site.toml").write_text(text)
         file, key = secure.simulated_files(tmp_path / "state", "site-a")
-        values = {"name": name, "data": data, "peers": file, "peers-key": key, **more}
+        values = {"name": name, "data": f"npz:{data}", "peers": file, "peers-key": key, **more}
         texts = {k: v if isinstance(v, int) else f'"{v}"' for k, v in values.items()}
         return " ".join(f"{k}={text}" for k, text in texts.items() if text != '"None"')
 

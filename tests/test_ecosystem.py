@@ -1,5 +1,7 @@
 """External data and models: MedMNIST, the Hugging Face Hub, and pools with multiples."""
 
+import json
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -9,7 +11,7 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import parse_pairs
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import load
+from fedhet.data.store import RunData, load
 from fedhet.models import assign
 
 
@@ -37,9 +39,9 @@ def medmnist(path, channels=0, sizes=(60, 12, 20), side=8, **changes):
 def test_a_file_of_medmnist_is_read(tmp_path, channels):
     arrays = medmnist(tmp_path / "pathmnist.npz", channels)
     found = load(spec(f"medmnist:{tmp_path}/pathmnist.npz"))
-    assert found.classes == ("0", "1", "2")
+    assert found.format.classes == ("0", "1", "2")
     assert (len(found.train), len(found.test)) == (72, 20)
-    assert found.shape == (3 if channels else 1, 8, 8)
+    assert found.format.shape == (3 if channels else 1, 8, 8)
     for image, row in ((arrays["train_images"][5], 5), (arrays["val_images"][2], 62)):
         pixels = image.transpose(2, 0, 1) if channels else image[None]
         assert found.train.x[row].tolist() == pixels.tolist()
@@ -134,13 +136,60 @@ def test_images_of_the_hub_are_read(hub, mode):
     folder, write = hub
     images, tests = write("train", 30, mode=mode), write("test", 10, mode=mode)
     found = load(spec(f"hf:{folder}"))
-    assert found.classes == ("cat", "dog")
+    assert found.format.classes == ("cat", "dog")
     assert (len(found.train), len(found.test)) == (30, 10)
     for x, image in ((found.train.x[7], images[7]), (found.test.x[2], tests[2])):
         pixels = np.asarray(image)
         expected = pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
         assert x.tolist() == expected.tolist()
     assert found.train.y.tolist() == [number % 2 for number in range(30)]
+
+
+def test_columns_of_hugging_face_datasets_name_the_owners(tmp_path, monkeypatch):
+    from datasets import Dataset, DatasetDict, Image
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    images = [PIL.Image.new("L", (4, 4), row) for row in range(24)]
+    columns = {"image": images, "label": [row % 2 for row in range(24)]}
+    columns["ward"] = [f"ward {row % 3}" for row in range(24)]
+    rows = Dataset.from_dict(columns).cast_column("image", Image())
+    (tmp_path / "files").mkdir()
+    rows.to_parquet(tmp_path / "files" / "train.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": rows, "test": rows.select([0, 1])}).save_to_disk(tmp_path / "both")
+    monkeypatch.chdir(tmp_path)
+    for place in ("files", "./saved", "both", f"{tmp_path}/saved"):
+        given = spec(f"hf:{place}", by="ward", clients=3, min_samples=2)
+        data = RunData(given)
+        assert data.dataset.group_names == ("ward 0", "ward 1", "ward 2")
+        for index in range(3):
+            values = data.dataset.train.take(data.partition()[index]).x[:, 0, 0, 0]
+            assert values.tolist() == list(range(index, 24, 3))
+        assert (data.common_test is not None) == (place == "both")
+    with pytest.raises(DataError, match=r"column 'wards' .*data\.by"):
+        load(spec("hf:files", by="wards"))
+
+
+def test_saved_datasets_do_not_lead_to_other_files(tmp_path):
+    from datasets import Dataset, Image
+
+    rows = Dataset.from_dict({"image": [PIL.Image.new("L", (4, 4))] * 4, "label": [0, 1, 0, 1]})
+    rows = rows.cast_column("image", Image())
+    rows.save_to_disk(tmp_path / "other")
+    rows.save_to_disk(tmp_path / "saved")
+    state = tmp_path / "saved" / "state.json"
+    (file,) = (tmp_path / "other").glob("*.arrow")
+    for path in (f"../other/{file.name}", str(file)):
+        state.write_text(
+            json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": path}]})
+        )
+        with pytest.raises(DataError, match="outside of the dataset"):
+            load(spec(f"hf:{tmp_path / 'saved'}"))
+    (tmp_path / "saved" / file.name).unlink()
+    (tmp_path / "saved" / file.name).symlink_to(file)
+    state.write_text((tmp_path / "other" / "state.json").read_text())
+    with pytest.raises(DataError, match="outside of the dataset"):
+        load(spec(f"hf:{tmp_path / 'saved'}"))
 
 
 def test_without_a_test_split_there_is_no_common_test_set(hub):
@@ -154,14 +203,14 @@ def test_images_of_several_sizes_are_resized_or_refused(hub):
     write("train", 6, size_of=(5, 9))
     with pytest.raises(DataError, match=r"image 5: expected .* got 5 x 9\. Set data\.image-size"):
         load(spec(f"hf:{folder}"))
-    assert load(spec(f"hf:{folder}", image_size=4)).shape == (1, 4, 4)
+    assert load(spec(f"hf:{folder}", image_size=4)).format.shape == (1, 4, 4)
 
 
 def test_texts_of_the_hub_are_read(hub):
     folder, write = hub
     write("train", 6)
     found = load(spec(f"hf:{folder}", sample_kind="text"))
-    assert found.shape[2] == 8192
+    assert found.format.shape[2] == 8192
     assert len(set(map(tuple, found.train.x.tolist()))) == 6
     with pytest.raises(DataError, match=r"column 'words' not found, .* Set data\.text-column"):
         load(spec(f"hf:{folder}", sample_kind="text", text_column="words"))
@@ -170,8 +219,8 @@ def test_texts_of_the_hub_are_read(hub):
 def test_another_column_may_hold_the_classes(hub):
     folder, write = hub
     write("train", 6)
-    assert len(load(spec(f"hf:{folder}", label_column="text")).classes) == 6
-    assert load(spec(f"hf:{folder}", label_column="none")).classes == ("cat", "dog")
+    assert len(load(spec(f"hf:{folder}", label_column="text")).format.classes) == 6
+    assert load(spec(f"hf:{folder}", label_column="none")).format.classes == ("cat", "dog")
 
 
 def test_what_is_too_large_is_refused(hub):
@@ -263,7 +312,7 @@ def test_a_table_of_images_names_no_file_outside(hub, outside):
         PIL.Image.new("L", (8, 8)).save(folder / name)
     table = folder / "metadata.csv"
     table.write_text("file_name,label\na.png,cat\nb.png,dog\n")
-    assert load(spec(f"hf:{folder}")).classes == ("cat", "dog")
+    assert load(spec(f"hf:{folder}")).format.classes == ("cat", "dog")
     table.write_text("file_name,label\na.png,cat\n../outside/secret.png,dog\n")
     with pytest.raises(DataError, match="is outside of the dataset"):
         load(spec(f"hf:{folder}"))

@@ -641,7 +641,9 @@ def test_site_with_a_public_sample_raises(tmp_path, part):
     for name in ("train", "test"):
         of = public if name == part else owned
         np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
-    node = read_node({"data": str(tmp_path), "name": "site"}, config.run, str(tmp_path / "state"))
+    node = read_node(
+        {"data": f"npz:{tmp_path}", "name": "site"}, config.run, str(tmp_path / "state")
+    )
     client = config.method.client(config, node)
     with pytest.raises(DataError, match=r"20 of 20"):
         client.sizes()

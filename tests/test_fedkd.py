@@ -322,7 +322,7 @@ def test_matrix_is_saved_with_the_mentor_and_unused_in_prediction(tmp_path):
     trained = open_client(tmp_path / "run", "client-1")
     assert trained.kinds == ("private", "proxy", "ensemble", "global")
     export(trained, "pt2", tmp_path / "mentor.pt2")
-    x = torch.rand(5, *trained.record.shape)
+    x = torch.rand(5, *trained.record.format.shape)
     found = torch.export.load(tmp_path / "mentor.pt2").module()(x).detach().numpy()
     np.testing.assert_allclose(found, trained.predict(x).probabilities, atol=1e-5)
     network = trained.network()

@@ -219,7 +219,7 @@ def test_full_model_is_loaded_and_exported(tmp_path):
     assert {"extractor.projector", "extractor.shared.classifier", "classifier"} <= parts
     program = tmp_path / "whole.pt2"
     export(trained, "pt2", program)
-    x = torch.rand(5, *trained.record.shape)
+    x = torch.rand(5, *trained.record.format.shape)
     found = torch.export.load(program).module()(x).detach().numpy()
     np.testing.assert_allclose(found, trained.predict(x).probabilities, atol=1e-5)
 

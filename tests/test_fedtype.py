@@ -14,7 +14,7 @@ from fedhet.algorithms.local_models import START_SCALE, LocalModel
 from fedhet.base.arrays import group, grouped
 from fedhet.base.errors import SettingsError
 from fedhet.clients.fedtype import Reciprocity
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 

@@ -9,7 +9,7 @@ from torch import nn
 from fedhet.algorithms.distillation import confident_labels, unlabeled_loss
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.local_training import FixMatch
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.kinds import IMAGE, KINDS, check_changeable
 from fedhet.kinds.changes import CHANGES
 from fedhet.learning.devices import CPU

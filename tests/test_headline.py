@@ -278,7 +278,7 @@ def test_the_ensemble_is_evaluated_predicted_and_exported(name, tmp_path):
     summary = run(small(name, rounds=1, clients=2), tmp_path / "run")
     client = open_client(tmp_path / "run", "client-1")
     assert client.kinds == ("private", "proxy", "ensemble", "global")
-    x = torch.rand(9, *client.record.shape)
+    x = torch.rand(9, *client.record.format.shape)
     predicted = client.predict(x, "ensemble").probabilities
     with torch.no_grad():
         members = [F.softmax(client.model(kind)(x), 1).numpy() for kind in ("private", "proxy")]

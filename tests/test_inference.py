@@ -9,6 +9,7 @@ import shutil
 import struct
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,13 +146,18 @@ def test_a_state_of_before_there_were_records(trained, tmp_path):
         open_client(copy / "state", CNN)
 
 
+def with_storage(record, stored):
+    """Return a record of samples with another storage format."""
+    return record.model_copy(update={"format": replace(record.format, stored=stored)})
+
+
 def test_a_record_says_what_is_needed_and_is_private(trained):
     directory, _ = trained
     path = newest_state(directory, MLP).parent / "client.json"
     record = json.loads(path.read_text())
     assert path.stat().st_mode & 0o777 == 0o600
-    assert record["stored"] == "scaled"
-    assert record["shape"] == [1, 8, 8]
+    assert record["format"]["stored"] == "scaled"
+    assert record["format"]["shape"] == [1, 8, 8]
     assert "out" not in record["settings"]
 
 
@@ -266,7 +272,7 @@ def test_arrays_that_cannot_be_meant_are_refused(trained, x, says):
     with pytest.raises(DataError, match=says):
         samples_for(record, x)
     with pytest.raises(DataError, match="expected unscaled float32 in the range"):
-        samples_for(record.model_copy(update={"stored": "given"}), np.zeros((1, 8, 8), np.uint8))
+        samples_for(with_storage(record, "given"), np.zeros((1, 8, 8), np.uint8))
 
 
 def test_npz_files(trained, tmp_path):
@@ -407,7 +413,7 @@ def test_a_file_for_bytes_scales_them_itself(trained, tmp_path):
     client = open_client(trained[0], MLP)
     pixels = np.round(LEVELS * 255 / 16).astype(np.uint8)[:, None]
     wanted = client.predict(samples_for(client.record, pixels)).probabilities
-    object.__setattr__(client, "record", client.record.model_copy(update={"stored": "bytes"}))
+    object.__setattr__(client, "record", with_storage(client.record, "bytes"))
     card = json.loads(export(client, "pt2", tmp_path / "m.pt2").read_text())
     assert card["input"] == {
         "name": "x", "shape": ["N", 1, 8, 8], "type": "uint8", "scaling": "in the file",
@@ -475,7 +481,7 @@ def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, 
     with (patients / "all.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     ages = np.array([float(row["age"]) for row in rows if row["age"]])
-    encoder = Encoder(client.record.table)
+    encoder = Encoder(client.record.format.schema)
     x = torch.tensor([[33, 1, 19_754.5, 1e3], [np.nan, -1, 19_754.5, 0]], dtype=torch.float64)
     features = encoder(x).numpy()
     age, gone, f, m = features[:, 0], features[:, 1], features[:, 2], features[:, 3]
@@ -624,7 +630,11 @@ def test_a_site_predicts_from_its_own_state_folder(tmp_path, monkeypatch, call):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     folder = site_folder(tmp_path / "data")
     config = small("local", models="mlp", num_classes=3, lr=0.05, local_epochs=5)
-    about = {"name": "site-a", "data": str(folder), "state-dir": str(tmp_path / "state")}
+    about = {
+        "name": "site-a",
+        "data": f"imagefolder:{folder}",
+        "state-dir": str(tmp_path / "state"),
+    }
     client = config.method.client(config, read_node(about, config.run))
     envelope = Envelope("local-1", "local", 1, "server")
     instruction = encode(envelope, Knowledge())

@@ -12,8 +12,8 @@ from rounds import opened
 from fedhet.base.arrays import grouped
 from fedhet.base.errors import DataError
 from fedhet.client_runtime.node import read_node
+from fedhet.data.dataset import UNKNOWN, Split
 from fedhet.data.partition import split_labels
-from fedhet.data.spec import UNKNOWN, Split
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -100,7 +100,11 @@ def site(tmp_path):
 
 def at_site(site, method, **changes):
     config = small(method, models="cnn2-dropout", num_classes=2, **changes)
-    node_config = {"name": "site-a", "data": str(site / "data"), "model": "cnn2-dropout"}
+    node_config = {
+        "name": "site-a",
+        "data": f"imagefolder:{site / 'data'}",
+        "model": "cnn2-dropout",
+    }
     node = read_node(node_config, config.run, str(site / "state"))
     return config.method.client(config, node)
 

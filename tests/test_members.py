@@ -187,7 +187,7 @@ def test_sites_say_in_which_order_they_have_the_classes(tmp_path):
         np.savez(folder / "train.npz", x=np.ones((9, 2), np.float32), y=np.arange(9) % 3)
         if names:
             (folder / "classes.txt").write_text(names.replace(" ", "\n"))
-        given = {"name": site, "data": str(folder)}
+        given = {"name": site, "data": f"npz:{folder}"}
         proxy = InlineProxy(config, read_node(given, config.run, str(tmp_path)))
         said.append(proxy.get_properties(GetPropertiesIns({}), None, 0).properties["order"])
     assert said == [
@@ -569,7 +569,9 @@ def test_a_run_of_sites_with_their_own_data_says_so(tmp_path):
         x, y = rng.random((30, 1, 8, 8), np.float32), np.arange(30) % 3
         np.savez(tmp_path / f"{name}.npz", x=x, y=y)
     log, manager = RunLog(config, tmp_path / "run", workers=1), SimpleClientManager()
-    node = read_node({"name": "north", "data": str(tmp_path)}, config.run, str(tmp_path / "state"))
+    node = read_node(
+        {"name": "north", "data": f"npz:{tmp_path}"}, config.run, str(tmp_path / "state")
+    )
     manager.register(InlineProxy(config, node))
     MethodStrategy(config, log).initialize_parameters(manager)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["own_data"] is True

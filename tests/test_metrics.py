@@ -25,7 +25,7 @@ from fedhet.base.metrics import (
     select_metrics,
 )
 from fedhet.cli import app
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.data.store import RunData
 from fedhet.inference import api
 from fedhet.learning.devices import CPU

@@ -24,10 +24,11 @@ from fedhet.algorithms.distillation import (
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.metrics import Predictions, measure, metric_of
 from fedhet.config.resolve import resolve
+from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.rows import read_table
 from fedhet.data.schemas import read_schema
 from fedhet.data.site import site_data
-from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.inference.api import Result
@@ -189,13 +190,13 @@ def test_a_site_reads_labels_with_the_schema_of_all_sites(tmp_path):
     site.mkdir()
     (site / "schema.toml").write_text(every.to_toml())
     (site / "train.csv").write_text("x,found\n" + "0.1,lung\n0.2,heart;lung\n" * 20)
-    data = site_data(str(site), spec=spec("found"), classes=3, name="a")
-    assert data.classes == ("bone", "heart", "lung")
+    data = site_data(f"table:{site}", spec=spec("found"), classes=3, name="a")
+    assert data.format.classes == ("bone", "heart", "lung")
     assert not data.train.y[:, 0].any()
     assert data.train.y[:, 2].all()
     (site / "train.csv").write_text("x,found\n0.1,lungs\n" + "0.2,lung\n" * 9)
     with pytest.raises(DataError, match=r"unknown label 'lungs'; did you mean 'lung'"):
-        site_data(str(site), spec=spec("found"), classes=3, name="a")
+        site_data(f"table:{site}", spec=spec("found"), classes=3, name="a")
 
 
 def test_samples_are_grouped_by_their_rarest_label():
@@ -587,7 +588,7 @@ def overlaid():
     y[np.arange(240)[:, None], classes[pairs]] = 1
     split = Split(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32))
     names = tuple(map(str, range(10)))
-    return Dataset("pairs", split, None, names, kind="image", scaled_images=True, task=TASK)
+    return Dataset("pairs", split, None, Format("image", (1, 8, 8), names, TASK, stored="scaled"))
 
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])

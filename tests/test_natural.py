@@ -50,9 +50,9 @@ def test_femnist_gives_each_writer_a_client(tmp_path):
     users = {name: written_signs(rng, n) for name, n in (("f0", 9), ("f1", 5), ("f2", 12))}
     leaf(tmp_path, ["train", "test"], users)
     data = store(f"femnist:{tmp_path}")
-    assert data.dataset.shape == (1, 28, 28)
-    assert len(data.dataset.classes) == 62
-    assert data.dataset.classes[10] == "A"
+    assert data.dataset.format.shape == (1, 28, 28)
+    assert len(data.dataset.format.classes) == 62
+    assert data.dataset.format.classes[10] == "A"
     assert len(data.common_test) == 26
     sizes = [len(rows) for rows in data.partition()]
     assert sizes == [9, 12], "the two writers with the most samples"
@@ -80,8 +80,8 @@ def test_shakespeare_reads_letters_and_predicts_the_next(tmp_path):
     assert first.x[1].tolist()[40:] == [0] * 40
     assert first.x[2].tolist()[:3] == [letters.index("a") + 1, 81, letters.index("b") + 1]
     assert [letters[n] for n in first.y.tolist()] == [*"rst", "\n", "}"]
-    assert data.dataset.shape == (0, 80, 82)
-    assert len(data.dataset.classes) == 80
+    assert data.dataset.format.shape == (0, 80, 82)
+    assert len(data.dataset.format.classes) == 80
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def tissue(tmp_path, monkeypatch):
 
 def test_camelyon17_gives_each_hospital_a_client_but_the_one_of_the_test(tissue):
     data = store(f"camelyon17:{tissue}", 4)
-    assert data.dataset.shape == (3, 8, 8)
-    assert data.dataset.classes == ("normal", "tumor")
+    assert data.dataset.format.shape == (3, 8, 8)
+    assert data.dataset.format.classes == ("normal", "tumor")
     for index, center in enumerate((0, 1, 3, 4)):
         own = data.client(index)
         values = torch.cat([own.train.x, own.test.x])[:, 0, 0, 0]
@@ -188,7 +188,7 @@ def test_iwildcam_gives_each_camera_a_client(tmp_path, monkeypatch):
     data = store(f"iwildcam:{tmp_path / 'w'}", 3, image_size=8)
     assert [len(each) for each in data.partition()] == [4, 4, 4]
     assert len(data.common_test) == 6
-    assert data.dataset.classes == ("0", "1", "2")
+    assert data.dataset.format.classes == ("0", "1", "2")
     values = data.client(1).train.x[:, 0, 0, 0].tolist()
     assert set(values) <= {8, 9, 12, 13}
 
@@ -240,8 +240,8 @@ def lesions(tmp_path, monkeypatch):
 
 def test_fed_isic2019_gives_each_center_its_own_training_and_test_images(lesions):
     data = store(f"fed-isic2019:{lesions}", 3, image_size=8)
-    assert data.dataset.shape == (3, 8, 8)
-    assert data.dataset.classes == ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+    assert data.dataset.format.shape == (3, 8, 8)
+    assert data.dataset.format.classes == ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
     assert data.common_test is None
     for center in range(3):
         own = data.client(center)
@@ -300,8 +300,8 @@ def phones(tmp_path):
 
 def test_har_gives_each_person_of_the_training_part_a_client(phones):
     data = store(f"har:{phones}", 2)
-    assert data.dataset.shape == (9, 128)
-    assert data.dataset.classes == ("WALKING", "SITTING", "LAYING")
+    assert data.dataset.format.shape == (9, 128)
+    assert data.dataset.format.classes == ("WALKING", "SITTING", "LAYING")
     assert [len(rows) for rows in data.partition()] == [2, 3], "persons 1 and 3"
     assert len(data.common_test) == 3
     for channel, name in enumerate(SIGNALS):
@@ -344,10 +344,10 @@ def test_pamap2_cuts_windows_of_one_activity(tmp_path):
     for name, table in (("subject101", first), ("subject102", second)):
         np.savetxt(tmp_path / "Protocol" / f"{name}.dat", table, "%.6f")
     data = store(f"pamap2:{tmp_path}")
-    assert data.dataset.shape == (27, 256)
+    assert data.dataset.format.shape == (27, 256)
     assert data.common_test is None
     assert [len(rows) for rows in data.partition()] == [3, 3]
-    names = [data.dataset.classes[label] for label in data.dataset.train.y.tolist()]
+    names = [data.dataset.format.classes[label] for label in data.dataset.train.y.tolist()]
     assert names == ["lying", "lying", "rope jumping", *["walking"] * 3]
     x = data.dataset.train.x.numpy()
     np.testing.assert_allclose(x[1, 1], first[256:512, 5] / 9.81, atol=1e-5)

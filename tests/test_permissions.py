@@ -115,7 +115,7 @@ def test_a_server_makes_a_site_read_nothing_but_its_data(setting, value, tmp_pat
     (tmp_path / "secret").mkdir()
     (site / "link").symlink_to(tmp_path / "secret")
     path = value.format(site=site)
-    for node in (PARTITION, {"name": "site-a", "data": str(site), "allow-paths": "/nowhere"}):
+    for node in (PARTITION, {"name": "site-a", "data": f"npz:{site}", "allow-paths": "/nowhere"}):
         with pytest.raises(SettingsError) as caught:
             permitted(node, {**SHIPPED, setting: path})
         assert str(caught.value).startswith(f"'{setting}': this site does not permit a run to read")
@@ -123,7 +123,7 @@ def test_a_server_makes_a_site_read_nothing_but_its_data(setting, value, tmp_pat
 
 
 def test_a_site_reads_its_own_data_and_what_it_allows(tmp_path, monkeypatch):
-    node = {"name": "site-a", "data": str(tmp_path / "data")}
+    node = {"name": "site-a", "data": f"npz:{tmp_path / 'data'}"}
     run = {**SHIPPED, "data.public-dataset": f"npz:{tmp_path}/data/public"}
     assert permitted(node, run) == from_flower(run)
     run["data.data-dir"] = str(tmp_path / "more" / "deeper")
@@ -136,7 +136,7 @@ def test_a_site_reads_its_own_data_and_what_it_allows(tmp_path, monkeypatch):
 
 def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
     """A directory with this name has no effect, and the subset does not matter."""
-    node = {"name": "site-a", "data": str(tmp_path), "allow-paths": f"hf:a/b, {tmp_path}/hub"}
+    node = {"name": "site-a", "data": f"npz:{tmp_path}", "allow-paths": f"hf:a/b, {tmp_path}/hub"}
     for place in ("a/b", "a/b@part", f"{tmp_path}/hub@part"):
         run = {**SHIPPED, "data.public-dataset": f"hf:{place}"}
         assert permitted(node, run) == from_flower(run)
@@ -166,7 +166,7 @@ def test_what_permits_a_dataset_is_what_reads_it(tmp_path, monkeypatch):
     for place in ("a/b@c.d", f"{tmp_path}/a@b", "./a"):
         with pytest.raises(DataError, match="recorded"):
             load(DataSpec(dataset=f"hf:{place}"))
-    assert asked == [("a/b", "c.d"), (f"{tmp_path}/a", "b"), (f"{tmp_path}/a", None)]
+    assert asked == [(f"{tmp_path}/a/b", "c.d"), (f"{tmp_path}/a", "b"), (f"{tmp_path}/a", None)]
 
 
 def test_what_is_no_path_and_no_import_needs_no_permission():

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedhet import models
 from fedhet.client_runtime.privacy import DifferentialPrivacy
 from fedhet.config.resolve import resolve
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.models import load_weights
 from fedhet.privacy.accounting import Noise
 from fedhet.wire.knowledge import decode

@@ -40,7 +40,7 @@ from fedhet.client_runtime.app import client_fn, within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
 from fedhet.client_runtime.privacy import REDACTED
 from fedhet.config.resolve import check_trainable, resolve
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy import noise as secret_noise
@@ -258,7 +258,7 @@ def test_the_classes_of_a_site_are_all_classes(tmp_path):
     np.savez(folder / "train.npz", x=x, y=y)
     (folder / "site.toml").write_text("num-classes = 10\nshape = [1, 8, 8]\n")
     config = private("felo", **{"models.num-classes": 10})
-    client = opened(config, tmp_path / "state", partition=-1, data=str(folder), name="site-a")
+    client = opened(config, tmp_path / "state", partition=-1, data=f"npz:{folder}", name="site-a")
     assert client.space.tolist() == list(range(10))
 
 
@@ -489,8 +489,8 @@ def test_a_private_site_says_nothing_of_what_it_cannot_read(tmp_path, monkeypatc
     lines = ["text,label", *(f"some words,{k % 2}" for k in range(60)), "a letter,John Smith"]
     (tmp_path / "train.csv").write_text("\n".join(lines))
     (tmp_path / "classes.txt").write_text("0\n1\n")
-    (tmp_path / "site.toml").write_text('sample-kind = "text"\n')
-    node = {"data": str(tmp_path), "name": "site-a", "privacy": "epsilon=8 delta=1e-5"}
+    (tmp_path / "site.toml").write_text("num-classes = 2\n")
+    node = {"data": f"text:{tmp_path}", "name": "site-a", "privacy": "epsilon=8 delta=1e-5"}
     run = {"method": "fedavg", "privacy.epsilon": 8.0, "models.pool": "text-cnn"}
     run["models.num-classes"] = 2
     context = Context(0, 0, node, RecordDict(), run)
@@ -515,7 +515,7 @@ def test_a_loss_that_is_not_finite_is_no_answer_of_one_sample(tmp_path):
 
 
 def test_a_site_that_asks_for_privacy_refuses_a_run_without():
-    own = {"privacy": "epsilon=8", "data": "/srv/data", "name": "site-a"}
+    own = {"privacy": "epsilon=8", "data": "npz:/srv/data", "name": "site-a"}
     site = build(NodeSettings, own, prefix="node-config ")
     assert site.budget() == Budget(8.0, 1e-5)
     with pytest.raises(SettingsError, match="this site requires differential privacy"):

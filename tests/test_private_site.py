@@ -169,17 +169,17 @@ PEERS = Kind(
 KINDS = [pytest.param(kind, id=kind.name) for kind in (PRIVATE, PEERS)]
 
 
-def joined(folder, node=None, kind=PRIVATE, **run):
+def joined(folder, node=None, kind=PRIVATE, form="npz", **run):
     """Return the client that a server sees for the settings of a run."""
     settings = {"method": "fedavg", "models.pool": "mlp", **kind.run, **run}
-    own = {"data": str(folder), "name": "site-a", **kind.node(folder), **(node or {})}
+    own = {"data": f"{form}:{folder}", "name": "site-a", **kind.node(folder), **(node or {})}
     return client_fn(Context(0, 0, own, RecordDict(), settings)).numpy_client
 
 
-def outcome(folder, node=None, kind=PRIVATE, **run):
+def outcome(folder, node=None, kind=PRIVATE, form="npz", **run):
     """Return what a server receives when the site joins: its description, or the error."""
     try:
-        return joined(folder, node, kind, **run).get_properties({})
+        return joined(folder, node, kind, form, **run).get_properties({})
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -327,7 +327,7 @@ class SiteProxy(DirectProxy):
 
     def __init__(self, folder, name, run, state):
         super().__init__(name)
-        own = {"data": str(folder), "name": name, "max-model-bytes": 10**8, "max-epochs": 10}
+        own = {"data": f"npz:{folder}", "name": name, "max-model-bytes": 10**8, "max-epochs": 10}
         own["state-dir"] = str(state / name)
         self._own, self._run, self.sent = {**own, **peers_node(folder, name)}, run, []
 
@@ -712,7 +712,8 @@ def tree(folder, extra=""):
 @pytest.mark.parametrize("run", [{}, {"data.image-size": 16}, {"data.max-bytes": 1280}])
 def test_images_show_no_file(run, tmp_path):
     seen = [
-        outcome(tree(tmp_path / (e or "plain"), e), **run) for e in ("", "color", "class", "size")
+        outcome(tree(tmp_path / (e or "plain"), e), form="imagefolder", **run)
+        for e in ("", "color", "class", "size")
     ]
     assert seen[0]["classes"] == 3
     assert seen[0]["shape"] == "1,8,8"
@@ -728,8 +729,8 @@ def test_texts_show_no_row(run, tmp_path):
         rows = [*(f"some words,{'ab'[k % 2]}" for k in range(30)), last]
         (folder / "train.csv").write_text("\n".join(["text,label", *rows]))
         (folder / "classes.txt").write_text("a\nb\nc\n")
-        (folder / "site.toml").write_text('sample-kind = "text"\n')
-        seen.append(outcome(folder, **{"models.pool": "text-bag", **run}))
+        (folder / "site.toml").write_text("num-classes = 3\n")
+        seen.append(outcome(folder, form="text", **{"models.pool": "text-bag", **run}))
     assert all(each == seen[0] for each in seen)
     if "data.vocabulary" in run:
         assert "expected 8192 as declared by this site" in seen[0][1]
@@ -755,7 +756,7 @@ def test_texts_show_no_row(run, tmp_path):
 def test_a_declaration_that_cannot_be_used_is_one_line(text, message, tmp_path):
     site(tmp_path / "site", declared=text)
     with pytest.raises((DataError, SettingsError)) as caught:
-        Declaration.read(str(tmp_path / "site"), 10**6)
+        Declaration.from_files(f"npz:{tmp_path / 'site'}", 10**6)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -835,7 +836,7 @@ def test_a_table_with_a_schema_needs_no_other_declaration(tmp_path, caplog):
         rows = [*(f"{k % 7},{'ab'[k % 2]}" for k in range(30)), last]
         (folder / "train.csv").write_text("\n".join(["size,label", *rows]))
         (folder / "schema.toml").write_text(SCHEMA)
-        seen.append(outcome(folder, **{"models.pool": "mlp"}))
+        seen.append(outcome(folder, form="table", **{"models.pool": "mlp"}))
     assert (seen[0]["classes"], seen[0]["shape"]) == (3, "1")
     assert seen[1] == seen[0]
     assert seen[2] == READ_FAULT
@@ -846,7 +847,7 @@ def test_class_names_never_come_from_directories(tmp_path, caplog):
     folder = tree(tmp_path / "site")
     (folder / "classes.txt").unlink()
     (folder / "site.toml").write_text("num-classes = 2\nshape = [1, 8, 8]\n")
-    assert outcome(folder) == READ_FAULT
+    assert outcome(folder, form="imagefolder") == READ_FAULT
     assert "cat" in caplog.text
 
 
@@ -864,7 +865,7 @@ def test_no_setting_of_a_private_run_names_the_sites_own_data(kind, tmp_path):
     folder = site(tmp_path / "site")
     for place in (folder, folder / "train", tmp_path):
         for setting in ("data.public-dataset", "data.dataset"):
-            node = {"data": str(folder), "name": "a", "allow-paths": str(tmp_path)}
+            node = {"data": f"npz:{folder}", "name": "a", "allow-paths": str(tmp_path)}
             run = {"method": "fedmd", setting: f"npz:{place}"}
             permitted(node, run)
             for own, switch in ((node, kind.run), ({**node, **kind.node(folder)}, {})):
@@ -896,7 +897,7 @@ def test_generated_public_samples_would_publish_private_values(method):
 def test_a_budget_needs_data_that_the_run_does_not_choose():
     node = build(NodeSettings, {"partition-id": 0, "privacy": "epsilon=8"}, prefix="node-config ")
     run = resolve({"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0})
-    with pytest.raises(SettingsError, match="expected a site with its own data directory"):
+    with pytest.raises(SettingsError, match="expected a site with its own data"):
         within_limits(run, node)
 
 
@@ -1035,7 +1036,7 @@ def test_batches_of_a_site_have_the_declared_rate_and_number(tmp_path):
 def test_a_declared_number_of_rows_is_an_integer(value, tmp_path):
     folder = site(tmp_path / "site", declared=f"{DECLARED}rows = {value}\n")
     with pytest.raises(DataError, match=r"site\.toml: rows: expected an integer from 2 to 1000"):
-        Declaration.read(str(folder), 10**9)
+        Declaration.from_files(f"npz:{folder}", 10**9)
 
 
 def test_a_site_warns_in_its_own_log_if_the_declared_number_is_far_from_the_data(tmp_path, caplog):

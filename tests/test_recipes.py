@@ -594,5 +594,5 @@ def test_a_site_without_a_test_set_needs_a_split(tmp_path):
     with pytest.raises(
         DataError, match=r"no test samples found. Without a common test set, data.test-fraction"
     ):
-        site_data(str(tmp_path), spec=DataSpec(test_fraction=0.0), classes=2, name="a")
-    assert len(site_data(str(tmp_path), spec=DataSpec(), classes=2, name="a").test) == 4
+        site_data(f"npz:{tmp_path}", spec=DataSpec(test_fraction=0.0), classes=2, name="a")
+    assert len(site_data(f"npz:{tmp_path}", spec=DataSpec(), classes=2, name="a").test) == 4

@@ -29,9 +29,10 @@ from fedhet.base.seeding import derive
 from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients
 from fedhet.config.resolve import check, resolve
+from fedhet.data.dataset import Split
 from fedhet.data.rows import read_table
-from fedhet.data.spec import DataSpec, Split
-from fedhet.data.store import RunData, order_of, read_dataset, write_dataset
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema
 from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
@@ -404,9 +405,9 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
     table = {"dataset": f"table:{write(tmp_path / 'a.csv')}", "loss": "quantile"}
     dataset = RunData(spec(**table)).dataset
     write_dataset(dataset, tmp_path / "0.safetensors")
-    read = read_dataset(tmp_path / "0.safetensors").task
+    read = read_dataset(tmp_path / "0.safetensors").format.task
     expected = Regression((LENGTH.mean(),), (LENGTH.std(),), "quantile", 1.0, (0.1, 0.5, 0.9))
-    assert read == dataset.task == expected
+    assert read == dataset.format.task == expected
     assert task_of(json.loads(json.dumps(stored_task(expected)))) == expected
     old = {"name": "regression", "means": [1.0], "deviations": [2.0]}  # without a loss
     assert task_of(old) == Regression((1.0,), (2.0,))
@@ -472,7 +473,7 @@ def test_a_private_site_learns_the_loss_of_the_run_and_not_of_its_declaration(
     write(site / "train.csv", slice(0, 60))
     (site / "schema.toml").write_text(schema.to_toml())
     (site / "site.toml").write_text("num-classes = 1\n")
-    own = {"name": "site-a", "privacy": "epsilon=80 delta=1e-5", "data": str(site)}
+    own = {"name": "site-a", "privacy": "epsilon=80 delta=1e-5", "data": f"table:{site}"}
     settings = {"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0}
     settings |= {"data.task": "regression", "models.num-classes": 1, "data.loss": "quantile"}
     client = client_fn(Context(0, 0, own, RecordDict(), settings)).numpy_client._client
@@ -481,7 +482,7 @@ def test_a_private_site_learns_the_loss_of_the_run_and_not_of_its_declaration(
         assert client.task.means == (LENGTH.mean(),)
         assert client.get_properties({})["classes"] == 3
         assert client.record("run-1").space == [0, 1, 2]
-        assert client.record("run-1").classes == ["stay"]
+        assert client.record("run-1").format.classes == ("stay",)
     finally:
         close_clients()
 
@@ -629,7 +630,7 @@ def test_clients_alone_fit_regressors_and_predict_after_the_run(tmp_path):
     config = on_table("local", tmp_path / "data", **{"models.pool": ["sk-svm", "sk-gam", "mlp"]})
     run(config, tmp_path / "run")
     metrics, data = records(tmp_path / "run")[-1]["metrics"], RunData.of(config.run)
-    columns = [NAMES.index(column.name) for column in data.dataset.schema.columns]
+    columns = [NAMES.index(column.name) for column in data.dataset.format.schema.columns]
     x = np.float32((FEATURES - FEATURES[:300].mean(0)) / FEATURES[:300].std(0))[:, columns]
     for number, make in ((0, SVR), (1, Ridge)):
         rows, name = data.split_rows(number)[0], f"client-{number}"
@@ -708,8 +709,8 @@ def test_a_servers_test_set_in_another_scale_is_not_used(tmp_path, caplog):
             RunData(DataSpec(dataset=f"table:{folder}", target="days", task="regression"))
         )
     sites, server = stores
-    task = (server.dataset.kind, server.dataset.shape)
-    assert server.common_test_of(*task, order_of(server.dataset)) is not None
+    task = (server.dataset.format.kind, server.dataset.format.shape)
+    assert server.common_test_of(*task, server.dataset.format.digest) is not None
     assert server.common_test_of(*task) is not None
-    assert server.common_test_of(*task, order_of(sites.dataset)) is None
+    assert server.common_test_of(*task, sites.dataset.format.digest) is None
     assert "the schema of the targets differs from the clients' schema" in caplog.text

@@ -12,7 +12,8 @@ from torch import nn
 
 from fedhet.base.errors import DataError, StateError
 from fedhet.data import store
-from fedhet.data.spec import DataSpec, Split, concatenate
+from fedhet.data.dataset import Split, concatenate
+from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, check_no_overlap, read_dataset
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
@@ -142,17 +143,17 @@ def described(store: RunData) -> list[object]:
     """Return all data of a run's clients as plain values."""
     data, spec = store.dataset, store.spec
     rows: list[object] = [
-        data.name, data.classes, data.parts, data.columns, data.shape, data.scaled_images,
+        data.name, data.format, data.parts, data.columns,
         None if data.subclasses is None else data.subclasses.tolist(),
         None if data.groups is None else data.groups.tolist(),
     ]  # fmt: skip
     splits = [data.train, data.test, data.public]
     for index in range(2):
         own = store.client(index)
-        rows += [own.name, own.space, own.stored, own.shape]
+        rows += [own.name, own.space, own.format.stored, own.format.shape]
         splits += [own.train, own.test, own.common]
     if spec.public_dataset or spec.public_fraction:
-        splits.append(store.public_set(data.kind, data.shape, None))
+        splits.append(store.public_set(data.format.kind, data.format.shape, None))
     for split in splits:
         rows.append(split and (str(split.x.dtype), split.x.tolist(), split.y.tolist()))
     return rows

@@ -87,7 +87,7 @@ def test_a_sites_limits_are_its_own(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="'max-epochs' = 2"):
         client_fn(asked({"max-epochs": 2}, **{"training__local-epochs": 3}))
     np.savez(tmp_path / "train.npz", x=np.zeros((40, 8, 8), np.uint8), y=np.arange(40) % 2)
-    node = {"data": str(tmp_path), "name": "site-a", "max-data-bytes": 1000}
+    node = {"data": f"npz:{tmp_path}", "name": "site-a", "max-data-bytes": 1000}
     with pytest.raises(FedhetError, match=r"data.max-bytes"):
         client_fn(asked(node, **{"models__num-classes": 2}))
 
@@ -112,7 +112,7 @@ def test_an_error_for_the_server_holds_no_path_of_the_site(tmp_path):
     site = tmp_path / "secret place"
     site.mkdir()
     (site / "train.npz").write_bytes(b"nothing")
-    node = {"data": str(site), "name": "site-a", "state-dir": str(tmp_path)}
+    node = {"data": f"npz:{site}", "name": "site-a", "state-dir": str(tmp_path)}
     with pytest.raises(FedhetError) as error:
         client_fn(asked(node, **{"models__num-classes": 10}))
     assert "not a readable .npz file" in str(error.value)
@@ -209,5 +209,5 @@ def test_a_client_whose_classes_are_all_small_sends_none_and_the_others_go_on(tm
     ],
 )  # fmt: skip
 def test_a_path_of_the_site_is_hidden_as_one(text, told):
-    site = NodeSettings(data="/srv/a b", name="ward")
+    site = NodeSettings(data="npz:/srv/a b", name="ward")
     assert without_paths(text, site) == told

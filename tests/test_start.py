@@ -425,4 +425,4 @@ def test_the_digits_are_scikit_learns():
     }
     assert ours == expected
     assert len(dataset.train) + len(dataset.test) == 1797
-    assert dataset.classes == tuple(map(str, theirs.target_names))
+    assert dataset.format.classes == tuple(map(str, theirs.target_names))

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import parse_pairs, read_preset
+from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.partition import assign, classes_by_superclass, label_spaces, merge_classes
 from fedhet.data.site import site_data
-from fedhet.data.spec import Dataset, DataSpec, Split
+from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 
 PAIRS = (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7"), ("8", "9"))
@@ -31,7 +32,7 @@ def own_labels(rows):
 
 def test_superclasses_replace_the_classes():
     dataset = load(DIGITS)
-    assert dataset.classes == ("0+1", "2+3", "4+5", "6+7", "8+9")
+    assert dataset.format.classes == ("0+1", "2+3", "4+5", "6+7", "8+9")
     assert dataset.train.y.tolist() == [y // 2 for y in WHOLE.train.y.tolist()]
     assert dataset.test.y.tolist() == [y // 2 for y in WHOLE.test.y.tolist()]
     assert dataset.subclasses.tolist() == WHOLE.train.y.tolist()
@@ -133,7 +134,9 @@ def test_subclasses_that_run_out_are_drawn_again():
     """Two clients draw 2 x 30 samples of a class of 60; half of the draws coincide."""
     labels = torch.arange(120) % 4
     split = Split(torch.zeros(120, 1), labels)
-    dataset = merge_classes(Dataset("d", split, None, ("0", "1", "2", "3")), PAIRS[:2])
+    dataset = merge_classes(
+        Dataset("d", split, None, Format("table", (1,), tuple("0123"))), PAIRS[:2]
+    )
     spec = DataSpec(
         clients=2, partition="superclasses", label_space=2, subclasses=1,
         samples_per_class=30, superclasses=[["0", "1"], ["2", "3"]],
@@ -154,7 +157,9 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
     spec = DataSpec.of(resolve(read_preset(preset)).run).replace(seed=seed)
     names = tuple(map(str, range(20)))
     split = Split(torch.zeros(50_000, 1), FINE // 5)
-    found = assign(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
+    found = assign(
+        Dataset("d", split, None, Format("table", (1,), names), subclasses=FINE.numpy()), spec
+    )
     everyone = np.concatenate(found.rows)
     assert len(np.unique(everyone)) == len(everyone)
     fine = FINE.numpy()
@@ -212,7 +217,7 @@ def test_a_sites_task_is_what_it_has_samples_of(tmp_path):
     for part, labels in (("train", [1, 4] * 4), ("test", [4, 1])):
         x = rng.normal(size=(len(labels), 3)).astype(np.float32)
         np.savez(tmp_path / f"{part}.npz", x=x, y=np.array(labels))
-    data = site_data(str(tmp_path), spec=DataSpec(), classes=6, name="site")
+    data = site_data(f"npz:{tmp_path}", spec=DataSpec(), classes=6, name="site")
     assert data.space == (1, 4)
 
 

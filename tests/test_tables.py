@@ -71,7 +71,7 @@ def column_of(tmp_path, values, name="all.csv", **changes):
     """Return a table's only feature column, and its features."""
     rows = [[value, "ny"[k % 2]] for k, value in enumerate(values)]
     data = load(spec(write(tmp_path / name, rows, ["v", "died"]), **changes))
-    return data.schema.columns[0], data.train.x.numpy()
+    return data.format.schema.columns[0], data.train.x.numpy()
 
 
 def expected(values):
@@ -88,7 +88,7 @@ def expected(values):
 @pytest.mark.parametrize("name", ["all.csv", "all.tsv"])
 def test_columns_become_features_as_by_hand(tmp_path, name):
     data = load(spec(write(tmp_path / name)))
-    assert data.classes == ("no", "yes")
+    assert data.format.classes == ("no", "yes")
     assert data.train.y.tolist() == [0, 1, 0, 1]
     assert data.columns == (2, 3, 2, 2)
     ages, mean, deviation = [40, 60, 60, 80], 60, np.sqrt((400 + 0 + 400) / 3)
@@ -253,7 +253,7 @@ def test_a_column_that_counts_the_rows_is_no_feature(tmp_path, name, start):
                 load(spec(place))
             assert "which count the rows" in fault.value.__notes__[0]
         else:
-            assert [column.name for column in load(spec(place)).schema.columns] == ["a"]
+            assert [column.name for column in load(spec(place)).format.schema.columns] == ["a"]
 
 
 # --- Schemas --------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_declared_categories_are_the_only_words(tmp_path):
 def test_numbers_with_a_type_are_not_read_in_the_notation_of_the_schema(tmp_path, ending, missing):
     texts = ["1.234,5", "2,25", "12.000"] * 4
     declared(tmp_path, texts, 'type = "number"\ndecimal = ","\nthousands = "."')
-    schema = load(spec(tmp_path / "all.csv")).schema
+    schema = load(spec(tmp_path / "all.csv")).format.schema
     numbers = [12.345, 1.5, 1234.5, None if missing else 2.0]
     frame, path = pd.DataFrame({"v": numbers, "d": list("nyny")}), tmp_path / f"b.{ending}"
     if ending == "parquet":
@@ -372,7 +372,7 @@ def test_the_command_writes_a_schema_and_completes_it(tmp_path, call):
     assert [column.name for column in schema.columns] == ["age", "sex", "level", "admitted"]
     levels = [k % 7 + 0.5 for k in range(40)]
     assert schema.columns[2].scale == pytest.approx((np.mean(levels), np.std(levels)))
-    assert load(spec(path, target="")).schema == schema
+    assert load(spec(path, target="")).format.schema == schema
     status, _, told = call("schema", path, "--target", "sex")
     assert status == 2
     assert "'died'" in told
@@ -426,11 +426,11 @@ def test_a_broken_schema_is_one_line(tmp_path, text, fault):
 def test_columns_and_owners_are_chosen(tmp_path):
     path = write(tmp_path / "all.csv", many(60))
     data = load(spec(path, by="ward"))
-    assert [column.name for column in data.schema.columns] == ["age", "sex", "admitted"]
+    assert [column.name for column in data.format.schema.columns] == ["age", "sex", "admitted"]
     wards = [row[3] for row in many(60)]
     found = RunData(spec(path, by="ward", clients=3)).partition()
     assert [len(rows) for rows in found] == [wards.count(name) for name in "abc"]
-    schema = load(spec(path, exclude=["ward", "sex"])).schema
+    schema = load(spec(path, exclude=["ward", "sex"])).format.schema
     assert [column.name for column in schema.columns] == ["age", "admitted"]
     with pytest.raises(DataError, match=r"'wart' not found, .*'ward'\? \(data\.exclude\)"):
         load(spec(path, exclude=["wart"]))
@@ -596,7 +596,7 @@ def test_separators_and_quotes_do_not_change_the_table(tmp_path, sign, end, quot
     lines = [sign.join(f"{mark}{value}{mark}" for value in line) for line in [head, *rows]]
     (tmp_path / "a.csv").write_text("\ufeff" + end.join(lines) + end, newline="")
     data = load(spec(tmp_path / "a.csv"))
-    assert [column.name for column in data.schema.columns] == ["age", "site"]
+    assert [column.name for column in data.format.schema.columns] == ["age", "site"]
     assert data.train.x.equal(load(spec(write(tmp_path / "b.csv", rows, head))).train.x)
 
 
@@ -641,7 +641,7 @@ def test_a_class_in_two_spellings_is_one_or_refused(tmp_path, one, other, classe
             load(spec(tmp_path))
         return
     data = load(spec(tmp_path))
-    assert data.classes == classes
+    assert data.format.classes == classes
     places = [classes.index(one[k // 2 % 2]) for k in range(20)]
     assert data.train.y.tolist() == places * 2
 
@@ -663,7 +663,7 @@ def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
         DataError, match=r"60 different numbers from .* to .* Set data.task to regression"
     ):
         load(spec(path))
-    assert len(load(spec(path, task="classification")).classes) == 60
+    assert len(load(spec(path, task="classification")).format.classes) == 60
 
 
 # --- Sites ----------------------------------------------------------------------------------------
@@ -680,20 +680,20 @@ def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_pat
     schema = inferred(write(tmp_path / "all.csv", many(80)))
     text = schema.to_toml()
     folder = site(tmp_path / "a", many(30, 1), text)
-    found = site_data(str(folder), spec=DataSpec(), classes=2, name="a")
-    assert found.shape == (sum(schema.widths),)
-    assert found.schema == schema
+    found = site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a")
+    assert found.format.shape == (sum(schema.widths),)
+    assert found.format.schema == schema
     other = site(tmp_path / "b", many(30, 2), text, ["age", "gender", *HEAD[2:]])
     with pytest.raises(DataError, match=r"train\.csv: column 'sex' not found"):
-        site_data(str(other), spec=DataSpec(), classes=2, name="b")
+        site_data(f"table:{other}", spec=DataSpec(), classes=2, name="b")
     (other / "schema.toml").unlink()
-    with pytest.raises(DataError, match=r"cannot read the table schema: .*No such file"):
-        site_data(str(other), spec=DataSpec(sample_kind="table"), classes=2, name="b")
-    with pytest.raises(DataError, match=r"expected the 3 classes of the run, got 2"):
-        site_data(str(folder), spec=DataSpec(), classes=3, name="a")
+    with pytest.raises(DataError, match=r"schema.toml: file not found"):
+        site_data(f"table:{other}", spec=DataSpec(sample_kind="table"), classes=2, name="b")
+    with pytest.raises(DataError, match=r"expected 3 classes .* got 2"):
+        site_data(f"table:{folder}", spec=DataSpec(), classes=3, name="a")
     (folder / "schema.toml").write_text(text.replace("deviation", "missing = ['x']\n# "))
     with pytest.raises(DataError, match=r"schema\.toml: column 'age': .* must be set"):
-        site_data(str(folder), spec=DataSpec(), classes=2, name="a")
+        site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a")
 
 
 def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
@@ -714,7 +714,7 @@ def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
         folder = site(tmp_path / name, many(30, 1), own.to_toml())
         config = {"method": "local", "models.pool": "mlp", "models.num-classes": 2}
         context = SimpleNamespace(
-            node_config={"data": str(folder), "name": name}, run_config=config
+            node_config={"data": f"table:{folder}", "name": name}, run_config=config
         )
         said = client_fn(context).get_properties(GetPropertiesIns({}))
         assert said.status.code == Code.OK
@@ -753,10 +753,10 @@ def test_a_site_whose_words_are_unknown_is_refused(tmp_path, words, share):
     folder, _, _ = public_and_site(tmp_path, foreign)
     fault = rf"column 'smoker': {int(share * 40)} of 40 values, such as .*, are not in the schema"
     with pytest.raises(DataError, match=fault):
-        site_data(str(folder), spec=DataSpec(), classes=2, name="a")
+        site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a")
     text = (folder / "schema.toml").read_text()
     (folder / "schema.toml").write_text(text.replace("max_unknown = 0.2", "max_unknown = 1"))
-    assert site_data(str(folder), spec=DataSpec(), classes=2, name="a").shape == (3,)
+    assert site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a").format.shape == (3,)
 
 
 def test_few_unknown_words_are_counted_in_the_sites_log(tmp_path, caplog):
@@ -764,7 +764,7 @@ def test_few_unknown_words_are_counted_in_the_sites_log(tmp_path, caplog):
         tmp_path, lambda k, row: [row[0], "never" if k < 4 else row[1], *row[2:]]
     )
     caplog.set_level(logging.WARNING)
-    site_data(str(folder), spec=DataSpec(), classes=2, name="a")
+    site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a")
     assert "column 'smoker': 4 of 40 values, such as 'never', are not in the schema" in caplog.text
 
 
@@ -778,11 +778,11 @@ def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
         run(config, tmp_path / "run")
     path.unlink()  # a network needs no data
     record = open_client(tmp_path / "run", "client-0").record
-    assert isinstance(record.table, TableSchema)
+    assert isinstance(record.format.schema, TableSchema)
     new = write(tmp_path / "new.csv", [row[:4] for row in many(5, 7)], HEAD[:4])
     names, x = read_inputs([new], record)
     assert names == [f"row {n}" for n in range(1, 6)]
-    assert x.equal(encode(record.table, read_table(new, spec())))
+    assert x.equal(encode(record.format.schema, read_table(new, spec())))
     status, out, _ = call("predict", tmp_path / "run", "client-0", new, "--csv")
     assert status == 0
     assert out.startswith("sample,class,probability,no,yes\nrow 1,")
@@ -796,7 +796,7 @@ def test_workers_that_map_the_data_have_the_schema(tmp_path):
     (tmp_path / "shared").mkdir()
     whole.share(tmp_path / "shared")
     mapped = RunData(place, tmp_path / "shared")
-    assert mapped.client(1).schema == whole.client(1).schema is not None
+    assert mapped.client(1).format.schema == whole.client(1).format.schema is not None
 
 
 # --- Parquet and JSON lines -----------------------------------------------------------------------
@@ -823,7 +823,7 @@ def test_parquet_values_are_converted_by_their_type(tmp_path):
         "half": pa.array(numbers.astype(np.float16)),
     }
     found = load(spec(parquet(tmp_path / "t.parquet", columns)))
-    assert {column.type for column in found.schema.columns} == {"number"}
+    assert {column.type for column in found.format.schema.columns} == {"number"}
     np.testing.assert_allclose(found.train.x, np.repeat(expected(numbers), 5, 1), atol=1e-5)
     others = {
         "zoned": pa.array(moments, pa.timestamp("ns", "Asia/Karachi")),
@@ -831,8 +831,12 @@ def test_parquet_values_are_converted_by_their_type(tmp_path):
         "words": pa.array(["abc"[v % 3].encode() for v in numbers]),
     }
     data = load(spec(parquet(tmp_path / "o.parquet", others)))
-    assert [column.type for column in data.schema.columns] == ["date", "category", "category"]
-    assert data.schema.columns[2].values == ("a", "b", "c")
+    assert [column.type for column in data.format.schema.columns] == [
+        "date",
+        "category",
+        "category",
+    ]
+    assert data.format.schema.columns[2].values == ("a", "b", "c")
     np.testing.assert_allclose(data.train.x[:, :1], expected(numbers % 20), atol=1e-5)
 
 

@@ -51,7 +51,7 @@ def test_breast_cancer_is_scaled_by_its_training_set():
     dataset = load(DataSpec(dataset="breast-cancer"))
     assert dataset.train.x.shape == (455, 30)
     assert len(dataset.test) == 114
-    assert dataset.classes == ("malignant", "benign")
+    assert dataset.format.classes == ("malignant", "benign")
     np.testing.assert_allclose(dataset.train.x.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(dataset.train.x.std(0, unbiased=False), 1, atol=1e-4)
 
@@ -60,7 +60,7 @@ def test_breast_cancer_is_scaled_by_its_training_set():
 def test_adult_as_it_is_published(tmp_path, zipped):
     dataset = load(DataSpec(dataset=write_adult(tmp_path, zipped)))
     assert (len(dataset.train), len(dataset.test)) == (80, 40)
-    assert dataset.classes == ("<=50K", ">50K")
+    assert dataset.format.classes == ("<=50K", ">50K")
     assert dataset.train.y.tolist() == [int(n % 4 == 0) for n in range(80)]
     assert dataset.test.y.tolist() == [int(n % 4 == 0) for n in range(40)]
     # Six numbers; then the eight columns of words, of which two have several categories here.
@@ -117,7 +117,7 @@ def test_openmls_copy_where_it_may_be_downloaded(tmp_path, monkeypatch):
     dataset = load(DataSpec(dataset=f"adult:{tmp_path}", download=True))
     assert asked["data_home"] == str(tmp_path)
     assert (len(dataset.train), len(dataset.test)) == (60, 30)
-    assert dataset.classes == ("<=50K", ">50K")
+    assert dataset.format.classes == ("<=50K", ">50K")
     assert dataset.columns[6] == 3  # None is the category '?'
 
 

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import resolve
+from fedhet.data.dataset import Format
 from fedhet.data.schemas import read_schema
 from fedhet.data.site import Declaration, site_data
-from fedhet.data.spec import Dataset, DataSpec, Split
-from fedhet.data.store import RunData, order_of
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData
 from fedhet.inference.client import open_client, read_inputs
 from fedhet.tasks import Regression
 
@@ -67,9 +68,9 @@ def spec(path="", **changes):
 def check_scale(dataset, numbers, test=None):
     """Check the scale and the targets of a dataset, with numpy's mean and deviation."""
     numbers = np.asarray(numbers, np.float64).reshape(len(numbers), -1)
-    assert isinstance(dataset.task, Regression)
-    np.testing.assert_allclose(dataset.task.means, numbers.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(dataset.task.deviations, numbers.std(0), rtol=1e-12)
+    assert isinstance(dataset.format.task, Regression)
+    np.testing.assert_allclose(dataset.format.task.means, numbers.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(dataset.format.task.deviations, numbers.std(0), rtol=1e-12)
     scaled = (numbers - numbers.mean(0)) / numbers.std(0)
     np.testing.assert_allclose(dataset.train.y.numpy(), scaled, rtol=1e-5, atol=1e-6)
     if test is not None:
@@ -92,10 +93,10 @@ def test_a_label_table_has_the_targets_of_images(tmp_path):
     data = RunData(spec(f"imagefolder:{tmp_path / 'd'}", target="size"))
     check_scale(data.dataset, y, test)
     np.testing.assert_array_equal(data.dataset.train.x[:, 0].numpy(), disks()[0])
-    assert (data.dataset.classes, data.dataset.kind) == (("size",), "image")
+    assert (data.dataset.format.classes, data.dataset.format.kind) == (("size",), "image")
     data.validate()
-    scales = [data.client(k).task for k in range(3)]
-    assert scales == [data.dataset.task] * 3
+    scales = [data.client(k).format.task for k in range(3)]
+    assert scales == [data.dataset.format.task] * 3
 
 
 def test_a_schema_next_to_a_label_table_has_the_notation(tmp_path):
@@ -133,14 +134,14 @@ def test_a_column_of_a_label_table_names_the_owners(tmp_path):
         client = data.client(k)
         both = torch.cat([client.train.y, client.test.y])
         np.testing.assert_allclose(
-            np.sort(client.task.in_units(both)[:, 0]), np.sort(y[k::3]), rtol=1e-5
+            np.sort(client.format.task.in_units(both)[:, 0]), np.sort(y[k::3]), rtol=1e-5
         )
     few = RunData(spec(place, target="size", by="site", max_samples=20, min_samples=2)).dataset
     assert len(few.train) == len(few.groups) == 20
     names = np.array([few.group_names[group] for group in few.groups])
     rows = [disks()[0].tolist().index(x[0].tolist()) for x in few.train.x.numpy()]
     assert names.tolist() == ["abc"[row % 3] for row in rows]
-    np.testing.assert_allclose(few.task.in_units(few.train.y)[:, 0], y[rows], rtol=1e-5)
+    np.testing.assert_allclose(few.format.task.in_units(few.train.y)[:, 0], y[rows], rtol=1e-5)
 
 
 def test_a_label_table_replaces_the_names_of_directories(tmp_path):
@@ -152,7 +153,7 @@ def test_a_label_table_replaces_the_names_of_directories(tmp_path):
     (root / "labels.csv").write_text("\n".join(["file,size", *rows]))
     place = f"imagefolder:{root}"
     by_table = RunData(spec(place, task="auto", min_samples=2)).dataset
-    assert by_table.classes == ("0", "1", "2")
+    assert by_table.format.classes == ("0", "1", "2")
     assert by_table.train.y.tolist() == [k % 3 for _ in range(2) for k in range(8)]
     check_scale(RunData(spec(place)).dataset, [k % 3 for _ in range(2) for k in range(8)])
     plant_images(tmp_path / "flat")
@@ -161,8 +162,8 @@ def test_a_label_table_replaces_the_names_of_directories(tmp_path):
     ):
         _ = RunData(spec(f"imagefolder:{tmp_path / 'flat'}", task="auto")).dataset
     labels = RunData(spec(f"imagefolder:{tmp_path / 'flat'}", task="auto", target="site")).dataset
-    assert labels.classes == ("a", "b", "c")
-    assert labels.schema is None
+    assert labels.format.classes == ("a", "b", "c")
+    assert labels.format.schema is None
 
 
 @pytest.mark.parametrize(
@@ -222,12 +223,12 @@ def test_arrays_of_clients_share_one_scale(tmp_path):
             np.savez(tmp_path / part / f"{k}.npz", x=x, y=y)
     data = RunData(spec(f"npz:{tmp_path}", target="stay,dose mg"))
     every, dataset = np.concatenate(trained), data.dataset
-    assert dataset.classes == ("stay", "dose mg")
-    np.testing.assert_allclose(dataset.task.means, every.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(dataset.task.deviations, every.std(0), rtol=1e-12)
+    assert dataset.format.classes == ("stay", "dose mg")
+    np.testing.assert_allclose(dataset.format.task.means, every.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(dataset.format.task.deviations, every.std(0), rtol=1e-12)
     for k in range(3):
         own = data.client(k)
-        np.testing.assert_allclose(own.task.in_units(own.train.y), trained[k], rtol=1e-4)
+        np.testing.assert_allclose(own.format.task.in_units(own.train.y), trained[k], rtol=1e-4)
     with pytest.raises(DataError, match=r"0.npz: y must have one column for each of the 3 names"):
         _ = RunData(spec(f"npz:{tmp_path}", target="a,b,c")).dataset
     rule = r"0.npz: y must be integers \[N\], got float64 \[12, 2\]. Set data.task to regression"
@@ -260,7 +261,7 @@ def test_texts_have_numeric_targets(tmp_path):
     numbers = [k % 7 + 0.5 for k in range(30)]
     data = RunData(spec(f"text:{tmp_path}", label_column="days", by="site", clients=2))
     check_scale(data.dataset, numbers)
-    assert (data.dataset.kind, data.dataset.classes) == ("text", ("days",))
+    assert (data.dataset.format.kind, data.dataset.format.classes) == ("text", ("days",))
     assert data.owners() == {"client-0": "a", "client-1": "b"}
     as_classes = RunData(spec(f"text:{tmp_path}", label_column="days", task="auto")).dataset
     assert torch.equal(as_classes.train.x, data.dataset.train.x)
@@ -272,7 +273,7 @@ def test_texts_have_numeric_targets(tmp_path):
 def test_a_function_may_return_numbers(tmp_path, monkeypatch):
     (tmp_path / "own_numbers.py").write_text(
         "import numpy as np, torch\n"
-        "from fedhet.data.spec import Dataset, Split\n"
+        "from fedhet import Dataset, Format, Split\n"
         "from fedhet.tasks import Regression\n"
         "x = np.arange(150, dtype=np.float32).reshape(30, 5)\n"
         "def pair(): return x, x[:, 0] / 7\n"
@@ -281,22 +282,23 @@ def test_a_function_may_return_numbers(tmp_path, monkeypatch):
         "def made(shape=(30, 1)):\n"
         "    y = torch.zeros(shape)\n"
         "    task = Regression((5.0,), (2.0,))\n"
-        "    return Dataset('d', Split(torch.tensor(x), y), None, ('a',), task=task)\n"
+        "    form = Format('table', (5,), ('a',), task)\n"
+        "    return Dataset('d', Split(torch.tensor(x), y), None, form)\n"
         "def flat(): return made((30,))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     x = np.arange(150.0).reshape(30, 5)
     dataset = RunData(spec("python:own_numbers:pair")).dataset
     check_scale(dataset, np.float32(x[:, 0]) / np.float32(7))
-    assert (dataset.classes, dataset.kind) == (("y",), "table")
+    assert (dataset.format.classes, dataset.format.kind) == (("y",), "table")
     assert resolve(
         {"method": "fedavg", "data.dataset": "python:own_numbers:pair", "data.task": "regression"}
     ).run.models.pool == ("mlp",)
     named = RunData(spec("python:own_numbers:named")).dataset
     check_scale(named, x[:, :2], x[:5, :2])
-    assert named.classes == ("a", "b")
+    assert named.format.classes == ("a", "b")
     made = RunData(spec("python:own_numbers:made")).dataset
-    assert (made.task.means, made.task.deviations) == ((5.0,), (2.0,))
+    assert (made.format.task.means, made.format.task.deviations) == ((5.0,), (2.0,))
     with pytest.raises(DataError, match=r"train.y must be float32 \[N, 1\]"):
         _ = RunData(spec("python:own_numbers:flat")).dataset
     with pytest.raises(DataError, match=r"Set data.task to regression to predict numbers"):
@@ -306,15 +308,12 @@ def test_a_function_may_return_numbers(tmp_path, monkeypatch):
 
 
 def test_the_scale_is_part_of_what_clients_agree_on():
-    split = Split(torch.zeros(4, 3), torch.zeros(4, 1))
     first, same, other = (
-        order_of(Dataset("d", split, None, ("a",), task=Regression((mean,), (2.0,))))
+        Format("table", (3,), ("a",), Regression((mean,), (2.0,))).digest
         for mean in (5.0, 5.0, 6.0)
     )
     assert first == same != other
-    assert order_of(Dataset("d", split, None, ("a", "b"))) == order_of(
-        Dataset("other", split, None, ("a", "b"))
-    )
+    assert Format("table", (3,), ("a", "b")).digest == Format("table", (4,), ("a", "b")).digest
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -365,8 +364,8 @@ def test_each_kind_is_trained_and_predicted(kind, tmp_path):
         x = split.x if kind == "text" else split.scaled().x
         predicted = client.predict(x)
         assert predicted.values.shape == (len(split), 1)
-        assert predicted.targets == data.dataset.classes
-        truth = split.y.double().numpy() * own.task.deviations + own.task.means
+        assert predicted.targets == data.dataset.format.classes
+        truth = split.y.double().numpy() * own.format.task.deviations + own.format.task.means
         error = math.sqrt(((predicted.values - truth) ** 2).mean())
         scored = client.scores()[protocol]["rmse"]
         assert scored == pytest.approx(error, rel=1e-4)
@@ -375,7 +374,7 @@ def test_each_kind_is_trained_and_predicted(kind, tmp_path):
     if kind == "image":
         _, x = read_inputs([tmp_path / "data" / "test"], client.record)
         np.testing.assert_allclose(client.predict(x).values, predicted.values, rtol=1e-4, atol=1e-4)
-        assert client.record.table.targets[0].name == "size"
+        assert client.record.format.schema.targets[0].name == "size"
     shown = CliRunner().invoke(
         app, ["partition", *[f"--set={k}={','.join(v) if isinstance(v, list) else v}"
                              for k, v in {**SMALL, **settings}.items() if k[:4] == "data"],
@@ -421,37 +420,37 @@ def test_a_site_has_the_scale_of_its_schema(kind, tmp_path):
     site = tmp_path / "site"
     numbers = make_site(kind, site, schema)
     settings = spec(sample_kind=kind, max_tokens=8, vocabulary=64)
-    data = site_data(str(site), spec=settings, classes=0, name="site-a")
+    place = {"image": "imagefolder", "signal": "signal", "text": "text"}[kind] + f":{site}"
+    data = site_data(place, spec=settings, classes=0, name="site-a")
     both = np.concatenate([data.train.y.numpy(), data.test.y.numpy()])[:, 0]
     wanted = (numbers - every.mean()) / every.std()
     np.testing.assert_allclose(np.sort(both), np.sort(wanted), rtol=1e-4, atol=1e-5)
-    assert (data.kind, data.classes) == (kind, (target,))
+    assert (data.format.kind, data.format.classes) == (kind, (target,))
 
     declared = {"image": "shape = [1, 8, 8]\n", "signal": "shape = [1, 32]\n", "text": ""}[kind]
-    declared += f'sample-kind = "{kind}"\n'
     (site / "site.toml").write_text(declared)
-    private = Declaration.read(str(site), 2**24)
+    private = Declaration.from_files(place, 2**24)
     assert (private.names, private.kind.name) == ((target,), kind)
-    read = private.read_data(str(site), "site-a")
-    assert read.task == Regression((column.mean,), (column.deviation,))
+    read = private.read_data(place, "site-a")
+    assert read.format.task == Regression((column.mean,), (column.deviation,))
     assert len(read.train) + len(read.test) == 12
 
     (site / "schema.toml").unlink()
     rule = r"schema.toml: file not found, expected the scale of the targets, which all sites share"
     with pytest.raises(DataError, match=rule):
-        site_data(str(site), spec=settings, classes=0, name="site-a")
+        site_data(place, spec=settings, classes=0, name="site-a")
 
 
 def test_a_site_may_list_its_classes_in_a_label_table(tmp_path):
     plant_images(tmp_path / "site" / "train", 12)
     settings = spec(task="auto", target="site")
-    data = site_data(str(tmp_path / "site"), spec=settings, classes=3, name="site-a")
-    assert data.classes == ("a", "b", "c")
-    with pytest.raises(DataError, match=r"expected 4 classes, .*/classes.txt"):
-        site_data(str(tmp_path / "site"), spec=settings, classes=4, name="site-a")
+    data = site_data(f"imagefolder:{tmp_path / 'site'}", spec=settings, classes=3, name="site-a")
+    assert data.format.classes == ("a", "b", "c")
+    with pytest.raises(DataError, match=r"expected 4 classes .* got 3"):
+        site_data(f"imagefolder:{tmp_path / 'site'}", spec=settings, classes=4, name="site-a")
     (tmp_path / "site" / "classes.txt").write_text("d\nc\nb\na\n")
-    data = site_data(str(tmp_path / "site"), spec=settings, classes=4, name="site-a")
-    assert (data.classes, data.space) == (("d", "c", "b", "a"), (1, 2, 3))
+    data = site_data(f"imagefolder:{tmp_path / 'site'}", spec=settings, classes=4, name="site-a")
+    assert (data.format.classes, data.space) == (("d", "c", "b", "a"), (1, 2, 3))
     assert torch.bincount(torch.cat([data.train.y, data.test.y])).tolist() == [0, 4, 4, 4]
 
 
@@ -466,7 +465,7 @@ def test_arrays_have_the_unit_of_a_schema_in_another_notation(tmp_path):
     assert done.exit_code == 0, done.output
     x, y = pulses(12)
     np.savez(tmp_path / "train.npz", x=x, y=y)
-    data = site_data(str(tmp_path), spec=spec(sample_kind="signal"), classes=0, name="site-a")
+    data = site_data(f"signal:{tmp_path}", spec=spec(), classes=0, name="site-a")
     both = np.concatenate([data.train.y.numpy(), data.test.y.numpy()])[:, 0]
     numbers = np.arange(12) + 0.5
     wanted = np.sort((y - numbers.mean()) / numbers.std())

@@ -44,7 +44,7 @@ from fedhet.config.resolve import resolve
 from fedhet.data.rows import read_table
 from fedhet.data.site import Declaration
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import RunData, order_of
+from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema
 from fedhet.engines import simulate as simulation
 from fedhet.learning.devices import CPU
@@ -767,11 +767,11 @@ def test_a_private_site_declares_the_task_by_its_schema(table, tmp_path):
     site.mkdir()
     write(site / "train.csv", slice(0, 60))
     (site / "schema.toml").write_text(schema.to_toml())
-    declared = Declaration.read(str(site), 10**9)
+    declared = Declaration.from_files(f"table:{site}", 10**9)
     assert declared.names == ("stay",)
-    data = declared.read_data(str(site), "a")
+    data = declared.read_data(f"table:{site}", "a")
     column = schema.targets[0]
-    assert data.task == Regression((column.mean,), (column.deviation,))
+    assert data.format.task == Regression((column.mean,), (column.deviation,))
     of_task = {"method": "fedavg", "data.dataset": "table:a.csv", "data.task": "regression"}
     declared.check(resolve(of_task).run)
     declared.check(resolve({**of_task, "models.num-classes": 1}).run)
@@ -780,7 +780,7 @@ def test_a_private_site_declares_the_task_by_its_schema(table, tmp_path):
     with pytest.raises(SettingsError, match=r"'models\.num-classes': expected 1 as declared"):
         declared.check(resolve({**of_task, "models.num-classes": 2}).run)
     (site / "site.toml").write_text("num-classes = 1\n")
-    assert Declaration.read(str(site), 10**9).names == ("stay",)
+    assert Declaration.from_files(f"table:{site}", 10**9).names == ("stay",)
 
 
 # --- settings and data ----------------------------------------------------------------------------
@@ -844,8 +844,8 @@ def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):
     other.write_text("\n".join(moved) + "\n")
     data = RunData.of(on_table("fedmd", table, **{"data.public-dataset": f"table:{other}"}).run)
     client = data.client(0)
-    order = order_of(client)
-    shape = tuple(data.dataset.shape)
+    order = client.format.digest
+    shape = tuple(data.dataset.format.shape)
     assert len(data.public_set("table", shape, None, order)) == 199
     with pytest.raises(DataError, match="targets must have the same names and scale"):
         data.public_set("table", shape, 1, order)

@@ -24,10 +24,11 @@ from fedhet.cli.results import numbers
 from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients, read_node
 from fedhet.config.resolve import resolve
+from fedhet.data.dataset import Split
 from fedhet.data.rows import read_table
 from fedhet.data.schemas import read_schema
 from fedhet.data.site import Declaration, site_data
-from fedhet.data.spec import DataSpec, Split
+from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.inference.api import Result, compare
@@ -226,7 +227,7 @@ def test_the_task_and_its_scale_are_shared_with_other_processes(tmp_path):
     dataset = RunData(spec(dataset=f"table:{write(tmp_path / 'a.csv')}")).dataset
     write_dataset(dataset, tmp_path / "0.safetensors")
     read = read_dataset(tmp_path / "0.safetensors")
-    assert read.task == dataset.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
+    assert read.format.task == dataset.format.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
     torch.testing.assert_close(read.train.y, dataset.train.y)
 
 
@@ -614,7 +615,7 @@ def test_a_private_site_takes_its_scale_from_the_schema_alone(tmp_path, monkeypa
         write(folder / "train.csv", slice(0, 60), values=values)
         (folder / "schema.toml").write_text(every.to_toml())
         (folder / "site.toml").write_text("num-classes = 1\n")
-        context = Context(0, 0, {**own, "data": str(folder)}, RecordDict(),
+        context = Context(0, 0, {**own, "data": f"table:{folder}"}, RecordDict(),
                           {**settings, "data.task": "regression"})  # fmt: skip
         client = client_fn(context).numpy_client._client
         assert client.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
@@ -628,7 +629,7 @@ def test_a_private_site_takes_its_scale_from_the_schema_alone(tmp_path, monkeypa
     for task, classes in (("auto", 0), ("classification", 2)):
         run_of = resolve({"method": "fedavg", "data.task": task, "models.num-classes": classes})
         with pytest.raises(SettingsError, match="'regression' as declared by this site"):
-            Declaration.read(str(tmp_path / "a"), 2**20).check(run_of.run)
+            Declaration.from_files(f"table:{tmp_path / 'a'}", 2**20).check(run_of.run)
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -681,15 +682,17 @@ def test_a_site_reads_the_targets_with_the_schema_of_all_sites(tmp_path):
     site.mkdir()
     write(site / "train.csv", slice(0, 40))
     (site / "schema.toml").write_text(schema.to_toml())
-    data = site_data(str(site), spec=spec(), classes=0, name="a")
-    assert data.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
-    assert (data.classes, data.space) == (("stay",), (0,))
+    data = site_data(f"table:{site}", spec=spec(), classes=0, name="a")
+    assert data.format.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
+    assert (data.format.classes, data.space) == (("stay",), (0,))
     rows = np.sort(
-        np.concatenate([data.task.in_units(data.train.y), data.task.in_units(data.test.y)])[:, 0]
+        np.concatenate(
+            [data.format.task.in_units(data.train.y), data.format.task.in_units(data.test.y)]
+        )[:, 0]
     )
     np.testing.assert_allclose(rows, np.sort(LENGTH[:40]), rtol=1e-5)
-    with pytest.raises(DataError, match=r"expected data.task = 'auto' .*, got 'regression'"):
-        site_data(str(site), spec=DataSpec(), classes=2, name="a")
+    with pytest.raises(SettingsError, match=r"data.task: expected 'regression', .* got 'auto'"):
+        site_data(f"table:{site}", spec=DataSpec(), classes=2, name="a")
 
 
 def test_a_client_with_another_task_is_refused():
@@ -761,7 +764,7 @@ def test_the_advice_for_a_target_column_leads_to_a_dataset(tmp_path, values, cha
         schema = f'target = "stay"\ntask = "regression"\n[targets.stay]\n{fix}\n[columns.x]\n'
         (tmp_path / "schema.toml").write_text(f'{schema}type = "number"\n')
         dataset = RunData(given).dataset
-        assert dataset.task.means[0] == pytest.approx(np.mean(range(1, 31)) + 0.5)
+        assert dataset.format.task.means[0] == pytest.approx(np.mean(range(1, 31)) + 0.5)
     elif fix:
         assert len(RunData(given.replace(**fix)).dataset.train) == len(values)
 

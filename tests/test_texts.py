@@ -78,7 +78,7 @@ def test_windows_are_labeled_with_the_word_that_follows(tmp_path):
     assert data.train.y.tolist() == [tokens[3], tokens[7], tokens[11], tokens[15]]
     assert data.test.x.tolist() == [by_hand("A dog sat", 50, 3)]
     assert data.test.y.tolist() == by_hand("on", 50, 1)
-    assert (data.classes[0], len(data.classes)) == ("0", 50)
+    assert (data.format.classes[0], len(data.format.classes)) == ("0", 50)
     one_file = load(spec("", **options | {"dataset": f"next-token:{tmp_path / 'train.txt'}"}))
     assert one_file.train.x.equal(data.train.x)
     assert one_file.test is None
@@ -94,10 +94,10 @@ def test_windows_are_labeled_with_the_word_that_follows(tmp_path):
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "jsonl", "jsonl.gz"])
 def test_every_kind_of_file_reads_the_same(tmp_path, ending):
     data = load(spec(write(tmp_path / f"all.{ending}"), max_tokens=6))
-    assert data.classes == ("money", "pets")
+    assert data.format.classes == ("money", "pets")
     assert data.train.y.tolist() == [1, 1, 0, 0, 0] * 4
     assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ROWS]
-    assert data.shape == (0, 6, 8192)
+    assert data.format.shape == (0, 6, 8192)
     assert data.test is None
 
 
@@ -111,7 +111,7 @@ def test_columns_by_number_join_and_labels_of_numbers_are_in_order(tmp_path):
     rows = [("10", "a", "b"), ("9", "c", "d"), ("2", "e", "f")]
     path = write(tmp_path / "all.csv", rows, None)
     data = load(spec(path, text_column=["2", "3"], label_column="1", max_tokens=4))
-    assert data.classes == ("2", "9", "10")
+    assert data.format.classes == ("2", "9", "10")
     assert data.train.y.tolist() == [2, 1, 0]
     assert data.train.x[0].tolist() == by_hand("a b", 8192, 4)
 
@@ -215,7 +215,7 @@ def test_a_tree_reads_as_a_file_does(tmp_path):
     data = load(spec(tmp_path, max_tokens=6))
     ordered = [row for label in ("money", "pets") for row in ROWS if row[1] == label]
     assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ordered]
-    assert (len(data.test), data.classes) == (5, ("money", "pets"))
+    assert (len(data.test), data.format.classes) == (5, ("money", "pets"))
     with pytest.raises(SettingsError, match=r"data\.by must be 'folder' or empty .* got 'who'"):
         load(spec(tmp_path, by="who"))
     (tmp_path / "train" / "pets" / "bad.txt").write_bytes(b"\xff")
@@ -248,14 +248,16 @@ def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
         }
     )
     simulated = RunData.of(run.run).client(0)
-    node = read_node({"data": str(site), "name": simulated.name}, run.run, str(tmp_path / "state"))
+    node = read_node(
+        {"data": f"text:{site}", "name": simulated.name}, run.run, str(tmp_path / "state")
+    )
     own = client_data(run, node)
     # Which of the rows are its test split is drawn by the name, which has the folder in it.
     assert samples(own) == samples(simulated)
     assert len(own.test) == len(simulated.test)
-    assert (own.shape, own.classes, own.space) == (
-        simulated.shape,
-        simulated.classes,
+    assert (own.format.shape, own.format.classes, own.space) == (
+        simulated.format.shape,
+        simulated.format.classes,
         simulated.space,
     )
 
@@ -265,9 +267,9 @@ def test_a_sites_labels_are_the_runs(tmp_path):
 
     def site(**changes):
         changes = {"test_fraction": 0.34, **changes}
-        return site_data(str(tmp_path), spec=spec("x", **changes), classes=2, name="site-a")
+        return site_data(f"text:{tmp_path}", spec=spec("x", **changes), classes=2, name="site-a")
 
-    with pytest.raises(DataError, match=r"expected 2 different labels, .* got 1. .* list all"):
+    with pytest.raises(DataError, match=r"expected 2 classes or targets, .* got 1"):
         site()
     (tmp_path / "classes.txt").write_text("money\npets\n")
     assert site(vocabulary=99).train.y.tolist() == [1, 1]
@@ -293,7 +295,7 @@ def test_a_sites_texts_without_a_class(tmp_path):
     (tmp_path / "train" / "unlabeled" / "a.txt").write_text("a bird")
     for wanted in (True, False):
         found = site_data(
-            str(tmp_path),
+            f"text:{tmp_path}",
             spec=spec("x", sample_kind="text"),
             classes=2,
             name="site-b",
@@ -301,14 +303,14 @@ def test_a_sites_texts_without_a_class(tmp_path):
         )
         assert len(found.unlabeled) == wanted
         assert found.num_unused_unlabeled == (not wanted)
-    assert found.shape == (0, 128, 8192)
+    assert found.format.shape == (0, 128, 8192)
 
 
 def test_the_server_finds_the_common_test_set_of_texts(tmp_path):
     write(tmp_path / "train.csv")
     write(tmp_path / "test.csv", ROWS[:5])
     store = RunData(spec(tmp_path, max_tokens=6))
-    shape = store.dataset.shape
+    shape = store.dataset.format.shape
     assert shape == (0, 6, 8192)
     found = store.common_test_of("text", shape)
     assert found.x.tolist() == [by_hand(row[0], 8192, 6) for row in ROWS[:5]]
@@ -319,7 +321,7 @@ def test_the_server_finds_the_common_test_set_of_texts(tmp_path):
 def test_generated_texts_are_words_of_the_training_set(tmp_path):
     whole = spec(write(tmp_path / "a.csv"), public_dataset="generated", public_samples=300)
     data = load(whole)
-    x = RunData(whole).public_set(data.kind, data.shape, None).x
+    x = RunData(whole).public_set(data.format.kind, data.format.shape, None).x
     assert x.shape == (300, 128)
     own = data.train.x
     assert set(x.unique().tolist()) <= set(own.unique().tolist())
@@ -327,7 +329,9 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
     assert set(lengths.tolist()) <= set((own != 0).sum(1).tolist())
     assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
     with pytest.raises(SettingsError, match=r"public-samples must be at least 1"):
-        RunData(whole.replace(public_samples=0)).public_set(data.kind, data.shape, None)
+        RunData(whole.replace(public_samples=0)).public_set(
+            data.format.kind, data.format.shape, None
+        )
 
 
 def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
@@ -345,7 +349,7 @@ def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
     write_example(kind, tmp_path / "a")
     whole = DataSpec(dataset=f"{kind}:{tmp_path / 'a'}", by="site", clients=OWNERS)
     data = load(whole)
-    assert (len(data.train), len(data.test), len(data.classes)) == (1200, 300, len(TOPICS))
+    assert (len(data.train), len(data.test), len(data.format.classes)) == (1200, 300, len(TOPICS))
     assert sum(map(len, RunData(whole).partition())) == 1200
     with pytest.raises(DataError, match="expected a new or empty directory"):
         write_example(kind, tmp_path / "a")
@@ -429,12 +433,12 @@ def test_a_signal_file_reads_as_it_is(tmp_path):
     np.savez(tmp_path / "train.npz", x=x, y=y, who=np.array(["b", "a", "b"] * 10))
     whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2, by="who")
     data = load(whole)
-    assert data.shape == (2, 16)
+    assert data.format.shape == (2, 16)
     assert np.array_equal(data.train.x.numpy(), x.astype(np.float32))
     assert [len(rows) for rows in RunData(whole).partition()] == [10, 20]
     assert RunData(whole).owners() == {"client-0": "a", "client-1": "b"}
     np.savez(tmp_path / "train.npz", x=x[:, 0], y=y)  # one channel
-    assert load(whole.replace(by="", max_bytes=10**6)).shape == (1, 16)
+    assert load(whole.replace(by="", max_bytes=10**6)).format.shape == (1, 16)
     with pytest.raises(DataError, match="array 'who' not found"):
         load(whole.replace(max_bytes=10**6))
     np.savez(tmp_path / "train.npz", x=x, y=y, who=np.zeros((30, 2)))
@@ -456,16 +460,16 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
             x, y = rng.normal(size=(8, 1, 16)), np.arange(8) % 2
             np.savez(tmp_path / part / f"{client}.npz", x=x, y=y)
     whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2)
-    assert RunData(whole).client(1).shape == (1, 16)
+    assert RunData(whole).client(1).format.shape == (1, 16)
     with pytest.raises(SettingsError, match="has one file per client"):
         load(whole.replace(by="who"))
     site = tmp_path / "site"
     site.mkdir()
     for part in ("train", "test"):
         (site / f"{part}.npz").write_bytes((tmp_path / part / "1.npz").read_bytes())
-    own = site_data(str(site), spec=DataSpec(sample_kind="signal"), classes=2, name="client-1")
+    own = site_data(f"signal:{site}", spec=DataSpec(), classes=2, name="client-1")
     assert torch.equal(own.train.x, RunData(whole).client(1).train.x)
-    assert own.shape == (1, 16)  # and not an image of one channel
+    assert own.format.shape == (1, 16)  # and not an image of one channel
 
 
 def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
@@ -481,7 +485,7 @@ def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
     )
     with (tmp_path / "texts" / "train.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert load(given).classes == ("garden+kitchen", "journey+workshop")
+    assert load(given).format.classes == ("garden+kitchen", "journey+workshop")
     for client in range(2):
         places = np.concatenate(RunData(given).split_rows(client))
         data = RunData(given).client(client)

@@ -110,7 +110,10 @@ def test_a_directory_of_the_layout_is_read(tmp_path, case, kind, caplog):
         names, content = [name.replace(".png", ".txt") for name in names], b"a word"
         said = said.replace("images", ".txt files")
     data = load(spec_of(plant(tmp_path / "tree", *names, content=content), kind))
-    assert (counted(data.train, data.classes), counted(data.test, data.classes)) == (train, test)
+    assert (counted(data.train, data.format.classes), counted(data.test, data.format.classes)) == (
+        train,
+        test,
+    )
     assert data.groups is None
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == bool(said)
@@ -156,9 +159,9 @@ def test_any_other_layout_is_one_line_with_the_path_and_the_fix(tmp_path, case, 
     names, path, fix = REFUSED[case]
     root = plant(tmp_path / "tree", *names)
     with pytest.raises(DataError) as caught:
-        site_data(str(root), spec=spec_of(root), classes=2, name="s") if at_site else load(
-            spec_of(root)
-        )
+        site_data(
+            f"imagefolder:{root}", spec=spec_of(root), classes=2, name="s"
+        ) if at_site else load(spec_of(root))
     message = str(caught.value)
     assert message.startswith(f"{root / path}: unexpected ")
     assert f"expected {root}[/train|/test]/CLASS/FILE" in message
@@ -204,7 +207,10 @@ def test_a_directory_of_each_owner_is_a_client(tmp_path, kind):
     spec = spec_of(root, kind, by="folder", clients=2, min_samples=2)
     data = RunData(spec)
     assert data.owners() == {"client-0": "east", "client-1": "north"}
-    assert (data.dataset.classes, data.dataset.group_names) == (("a", "b"), ("east", "north"))
+    assert (data.dataset.format.classes, data.dataset.group_names) == (
+        ("a", "b"),
+        ("east", "north"),
+    )
     assert data.label_counts() == {"client-0": [8, 0], "client-1": [6, 4]}
     assert counted(data.common_test, "ab") == {"a": 0, "b": 2}
     few = load(spec.replace(max_samples=9))
@@ -287,7 +293,7 @@ def test_a_site_reads_a_directory_as_a_simulation_does(tmp_path, part):
         plant(root, f"{part}/{'ab'[value % 2]}/{value}.png", content=png(value))
     spec = spec_of(root, test_fraction=0.25)
     whole = load(spec).train
-    site = site_data(str(root), spec=spec.replace(by="folder"), classes=2, name="s")
+    site = site_data(f"imagefolder:{root}", spec=spec.replace(by="folder"), classes=2, name="s")
     pairs = [(split.x[:, 0, 0, 0].tolist(), split.y.tolist()) for split in (site.train, site.test)]
     both = sorted(pair for reds, labels in pairs for pair in zip(reds, labels, strict=True))
     assert both == sorted(zip(whole.x[:, 0, 0, 0].tolist(), whole.y.tolist(), strict=True))
@@ -298,18 +304,18 @@ def test_a_site_may_lack_samples_of_a_class(tmp_path):
     root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png")
     spec = spec_of(root, test_fraction=0.25)
     (root / "classes.txt").write_text("b\na\nc\n")
-    found = site_data(str(root), spec=spec, classes=3, name="s")
+    found = site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s")
     labels = [*found.train.y.tolist(), *found.test.y.tolist()]
-    assert (found.classes, sorted(labels)) == (("b", "a", "c"), [0] * 4 + [1] * 4)
+    assert (found.format.classes, sorted(labels)) == (("b", "a", "c"), [0] * 4 + [1] * 4)
     (root / "classes.txt").unlink()
-    with pytest.raises(DataError, match=r"expected 3 classes, as in the run, got 2"):
-        site_data(str(root), spec=spec, classes=3, name="s")
+    with pytest.raises(DataError, match=r"expected 3 classes or targets, as in the run, got 2"):
+        site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s")
     plant(root, "train/c/", "train/unlabeled/*3.png")
-    found = site_data(str(root), spec=spec, classes=3, name="s", unlabeled=True)
-    assert (found.classes, found.space, len(found.unlabeled)) == (("a", "b", "c"), (0, 1), 3)
+    found = site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s", unlabeled=True)
+    assert (found.format.classes, found.space, len(found.unlabeled)) == (("a", "b", "c"), (0, 1), 3)
     plant(root, "train/c/*2.dcm")
     with pytest.raises(DataError, match=r"train/c: expected images .* got only 2 \.dcm"):
-        site_data(str(root), spec=spec, classes=3, name="s")
+        site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s")
 
 
 @pytest.mark.parametrize("name", ["loop.png", "pipe.png"])
@@ -385,9 +391,9 @@ def test_a_label_table_has_the_classes_of_its_files(tmp_path, name, part, caplog
     plant(root, f"{part}/a/0.png", f"{part}/b/0.png", f"{part}/1.png", f"{part}/unlabeled/*2.png")
     (root / part / name).write_text(TABLES[name])
     data = load(spec_of(root))
-    assert counted(data.train, data.classes) == {"cat": 1, "dog": 2}
-    site = site_data(str(root), spec=spec_of(root), classes=2, name="s", unlabeled=True)
-    assert (site.classes, len(site.unlabeled)) == (("cat", "dog"), 2)
+    assert counted(data.train, data.format.classes) == {"cat": 1, "dog": 2}
+    site = site_data(f"imagefolder:{root}", spec=spec_of(root), classes=2, name="s", unlabeled=True)
+    assert (site.format.classes, len(site.unlabeled)) == (("cat", "dog"), 2)
     lines = [record.getMessage() for record in caplog.records]
     assert ["2 images without a class" in line for line in lines] == [True]
 
@@ -590,22 +596,22 @@ def test_a_binary_file_is_no_text(tmp_path):
         tokens(path)
 
 
-def test_the_kind_of_a_site_is_the_kind_of_the_run(tmp_path, caplog):
+def test_a_site_names_the_format_of_its_files(tmp_path, caplog):
     root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png")
     plant(root, "train/a/*4.txt", "train/b/*9.txt", content=b"a cat")
     spec = DataSpec(test_fraction=0.25)
-    found = site_data(str(root), spec=spec, classes=2, name="s")
-    assert found.shape == (3, 2, 3)
+    found = site_data(f"imagefolder:{root}", spec=spec, classes=2, name="s")
+    assert found.format.shape == (3, 2, 3)
     assert "13 files are not used as images: 13 .txt" in caplog.text
-    found = site_data(str(root), spec=spec.replace(sample_kind="text"), classes=2, name="s")
-    assert found.shape == (0, 128, 8192)
+    found = site_data(f"text:{root}", spec=spec, classes=2, name="s")
+    assert found.format.shape == (0, 128, 8192)
     assert len(found.train) + len(found.test) == 13
 
 
 def test_nothing_of_the_counts_leaves_the_log(tmp_path, caplog):
     """The counts are only in this machine's log, and in no object that is sent."""
     root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png", "train/a/*7.dcm")
-    found = site_data(str(root), spec=DataSpec(test_fraction=0.25), classes=2, name="s")
+    found = site_data(f"imagefolder:{root}", spec=DataSpec(test_fraction=0.25), classes=2, name="s")
     assert [record.name for record in caplog.records] == ["fedhet"]
     assert caplog.records[0].levelno == logging.WARNING
     assert "dcm" not in repr(vars(found))

@@ -106,7 +106,7 @@ def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
     directory, _ = received(tmp_path, dataset="python:theirs:load", models=["mlp"])
     assert own()
     client = open_client(directory, "client-0")
-    assert client.record.shape == [6]
+    assert client.record.format.shape == (6,)
     assert not own()
     with pytest.raises(SettingsError, match="would import untrusted code, 'theirs:load'"):
         client.accuracy()

@@ -20,7 +20,7 @@ from fedhet.base.arrays import grouped
 from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError
 from fedhet.base.seeding import seeded
 from fedhet.config.resolve import resolve
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.learning.training import batches
 from fedhet.server.reply import SpooledPayload
 from fedhet.wire.knowledge import Knowledge, decode

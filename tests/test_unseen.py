@@ -119,7 +119,7 @@ def test_unadapted_model_is_the_average_of_the_server(averaged):
     store, last = RunData.of(small().run), records(averaged)[-1]["accuracy"]
     for name in held_back(averaged):
         data = store.client(int(name.rpartition("-")[2]))
-        model = build("mlp", data.shape, len(data.classes), seed=3)
+        model = build("mlp", data.format.shape, len(data.format.classes), seed=3)
         load_weights(model, {k: v for k, v in saved.items() if k in model.state_dict()})
         for protocol, split in (("personal", data.test), ("common", data.common)):
             found = last[protocol]["unseen"]["per_client"][name]

@@ -200,7 +200,7 @@ def test_a_site_holds_out_validation_samples_like_a_client(tmp_path):
     folder = site(tmp_path / "a")
     spec = DataSpec(validation_fraction=0.25, test_fraction=0.2)
     data, plain = (
-        site_data(str(folder), spec=each, classes=4, name="a")
+        site_data(f"npz:{folder}", spec=each, classes=4, name="a")
         for each in (spec, spec.replace(validation_fraction=0.0))
     )
     assert (len(data.train), len(data.test), len(data.validation)) == (48, 16, 16)
@@ -214,20 +214,20 @@ def test_a_site_holds_out_validation_samples_like_a_client(tmp_path):
 
 def test_a_private_site_follows_its_declaration(tmp_path, caplog):
     folder = site(tmp_path / "a", declared="validation-fraction = 0.25\n")
-    declaration = Declaration.read(str(folder), 10**9)
-    assert len(declaration.read_data(str(folder), "a").validation) == 16
+    declaration = Declaration.from_files(f"npz:{folder}", 10**9)
+    assert len(declaration.read_data(f"npz:{folder}", "a").validation) == 16
     with caplog.at_level("INFO", "fedhet"):
         declaration.check(resolve({FRACTION: 0.1, "models.num-classes": 4}).run)
     assert "the run's data.validation-fraction = 0.1 is ignored" in caplog.text
-    undeclared = Declaration.read(str(site(tmp_path / "b")), 10**9)
+    undeclared = Declaration.from_files(f"npz:{site(tmp_path / 'b')}", 10**9)
     assert undeclared.settings[FRACTION] == 0.0
-    assert undeclared.read_data(str(tmp_path / "b"), "b").validation is None
+    assert undeclared.read_data(f"npz:{tmp_path / 'b'}", "b").validation is None
 
 
 def test_a_site_with_too_few_samples_says_so(tmp_path, caplog):
     folder = site(tmp_path / "a", rows=5)
     spec = DataSpec(validation_fraction=0.1)
-    assert site_data(str(folder), spec=spec, classes=4, name="a").validation is None
+    assert site_data(f"npz:{folder}", spec=spec, classes=4, name="a").validation is None
     assert "a: no validation samples, because data.validation-fraction = 0.1 of 4" in caplog.text
 
 

@@ -43,8 +43,9 @@ from fedhet.client_runtime.privacy import redact_errors
 from fedhet.client_runtime.state import MessageClient
 from fedhet.config.resolve import Config, resolve_flower
 from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, checked_settings, is_listed
-from fedhet.data.sources import SOURCES
-from fedhet.data.spec import DataSpec, Location
+from fedhet.data.dataset import Location
+from fedhet.data.sources import SOURCES, find_source
+from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData
 from fedhet.runs.units import configure_logs
 from fedhet.settings import schema
@@ -109,9 +110,10 @@ def permitted(site: NodeSettings, run_config: Mapping[str, object]) -> dict[str,
             raise _not_permitted("allow-models", models, f"import {name!r}", setting)
 
     settings = checked_settings(values, check)
+    own = _location(site.data, "node-config 'data'").path if site.data else ""
     for setting, place in _places(settings):
-        if place.path and hiding and site.data:
-            path, site_path = _resolved(place.path), _resolved(site.data)
+        if place.path and hiding and own:
+            path, site_path = _resolved(place.path), _resolved(own)
             if path.is_relative_to(site_path) or site_path.is_relative_to(path):
                 raise SettingsError(
                     f"'{setting}' must not overlap with node-config 'data': a run with privacy or "
@@ -119,7 +121,7 @@ def permitted(site: NodeSettings, run_config: Mapping[str, object]) -> dict[str,
                 )
         listed = [each.strip() for each in paths.split(",")]
         if place.path:
-            roots = filter(None, (site.data.strip(), *listed))
+            roots = filter(None, (own, *listed))
             allowed = ".." not in Path(place.path).parts and any(
                 _resolved(place.path).is_relative_to(_resolved(root)) for root in roots
             )
@@ -141,6 +143,11 @@ def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:
     default = RunSettings().data.data_dir
     if (directory := str(settings.get(DATA_DIR, default))) != default:
         yield DATA_DIR, Location(directory)
+
+
+def _location(dataset: str, setting: str) -> Location:
+    source, place = find_source(dataset, setting)
+    return Location() if source.imports else source.parse(place)
 
 
 def _resolved(path: str) -> Path:
@@ -168,8 +175,8 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
         )
     if site.budget() and not site.data:
         raise SettingsError(
-            f"node-config 'privacy' = {site.privacy!r}: expected a site with its own data "
-            "directory, got a partition, whose samples are chosen by the run. Set 'data' and "
+            f"node-config 'privacy' = {site.privacy!r}: expected a site with its own data, "
+            "got a partition, whose samples are chosen by the run. Set 'data' and "
             "'name'."
         )
     if site.peers and not config.run.privacy.secure_aggregation:
@@ -236,7 +243,9 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def without_paths(text: str, site: NodeSettings) -> str:
     """Redact the site's directories and all other text that looks like a path in a message."""
-    for directory in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
+    for directory in sorted(
+        filter(None, (site.data.partition(":")[2], site.state_dir)), key=len, reverse=True
+    ):
         text = re.sub(f"{re.escape(directory)}{_REST}", _HIDDEN, text)
     return _PATH.sub(_HIDDEN, text)
 

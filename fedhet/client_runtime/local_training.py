@@ -22,7 +22,7 @@ from fedhet.base.errors import DropOutError, StateError
 from fedhet.base.seeding import torch_generator
 from fedhet.base.transfer import rows_of
 from fedhet.client_runtime.state import ClientState
-from fedhet.data.spec import UNKNOWN, Split
+from fedhet.data.dataset import UNKNOWN, Split
 from fedhet.kinds import KINDS, Kind, Shape, augmentation, check_changeable
 from fedhet.learning.devices import Compute
 from fedhet.learning.schedule import Plateau, scheduled

@@ -74,7 +74,11 @@ class NodeSettings(Schema):
     partition_id: int = Field(-1, ge=-1, description="index of the node's data partition")
     num_partitions: CountOrNone = Field(0, description="number of nodes; set by Flower")
     name: str = Field("", description="client name; empty = client-<partition-id>")
-    data: str = Field("", description="data directory of the site, used instead of a partition")
+    data: str = Field(
+        "",
+        description="data of the site in the form of data.dataset, such as table:/srv/data, used "
+        "instead of a partition",
+    )
     model: str = Field("", description="model of the site; empty = assigned from the run's pool")
     optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
         "", description="optimizer of the site; empty = as in the run"
@@ -146,7 +150,9 @@ class Node:
 
     name: str
     partition: int
-    folder: str
+    source: str
+    """Data of the site, in the form of `data.dataset`, or "" for a partition of the run's
+    dataset."""
     model: str
     training: TrainingSettings
     device: str
@@ -197,7 +203,7 @@ def create_node(
         models = _cached_assign(pool, run.clients, run.seed, rule)
         model = models[settings.partition_id % len(models)]
     if settings.data and run.privacy.hides_samples:
-        declared = Declaration.read(settings.data, settings.max_data_bytes)
+        declared = Declaration.from_files(settings.data, settings.max_data_bytes)
         declared.check(run)
     peers, peers_key = None, None
     if run.privacy.secure_aggregation:
@@ -216,7 +222,7 @@ def create_node(
     return Node(
         name=name,
         partition=settings.partition_id,
-        folder=settings.data,
+        source=settings.data,
         model=model,
         training=settings.training(run),
         device=settings.device or run.engine.device,

@@ -243,7 +243,7 @@ class DifferentialPrivacy(Withholding):
         super().__init__(config, node, samples)
         self._charged = 0
         self._settings, self._compute = config.run.privacy, compute
-        if node.folder:  # Hide the classes of the site's samples.
+        if node.source:  # Hide the classes of the site's samples.
             samples.space = torch.arange(samples.info.classes, device=compute.device)
         if node.declared and (fault := node.declared.rows_fault(len(samples.own.y))):
             LOG.warning("%s", fault)

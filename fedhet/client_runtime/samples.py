@@ -7,11 +7,12 @@ without the data.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -19,37 +20,27 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from torch import Tensor, nn
 
 from fedhet.algorithms.rounds import malicious_clients
-from fedhet.base.disk import expanded, read_json, write_text
+from fedhet.base.disk import read_json, write_text
 from fedhet.base.errors import DataError, StateError
 from fedhet.base.seeding import numpy_rng
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
+from fedhet.data.dataset import ClientData, Dataset, Format, Split, Stored
 from fedhet.data.partition import labeled_parts
-from fedhet.data.schemas import TableSchema
 from fedhet.data.site import site_data
-from fedhet.data.spec import ClientData, Dataset, Split, Stored
-from fedhet.data.store import (
-    GENERATED,
-    UNUSED,
-    Outputs,
-    RunData,
-    check_no_overlap,
-    order_of,
-)
-from fedhet.kinds import KINDS
+from fedhet.data.sources import absolute as absolute_source
+from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
 from fedhet.runs.records import VALIDATION
 from fedhet.runs.storage import CHECKPOINTS
 from fedhet.settings.run import PLACE, held_out_clients
-from fedhet.tasks import CLASSIFICATION, AnyTask, Task, task_for
+from fedhet.tasks import task_for
 from fedhet.wire.identity import (
     MAX_CLASSES,
     MAX_SAMPLES,
-    MAX_SIDE,
     SERVER,
     ClientInfo,
-    class_names_digest,
     client_name,
 )
 
@@ -67,6 +58,8 @@ class ClientSamples:
     """A client's training and test samples."""
 
     info: ClientInfo
+    format: Format
+    """Format of the samples, with the loss of the run."""
     own: Split
     """Labeled training samples on the device; `x` is on the host if the device has too little
     memory."""
@@ -82,15 +75,14 @@ class ClientSamples:
     """Label space [P]: the client's class indices in ascending order, or all output indices."""
     num_unused_unlabeled: int
     """Number of unlabeled samples that the method cannot use."""
-    classes: tuple[str, ...] = ()
-    """Names of all classes in the run, or of the target columns, in order."""
-    stored: Stored = "given"
-    """Storage format of the samples, which determines how new samples are scaled."""
-    schema: TableSchema | None = None
-    """Schema of the columns if the samples come from a user's table."""
-    task: Task = CLASSIFICATION
     claimed: int = 0
     """Number of samples that a simulated malicious client claims; 0 for its true number."""
+
+    @classmethod
+    def empty(cls, info: ClientInfo, described: Format, space: Tensor) -> ClientSamples:
+        """Return empty splits, which are sufficient to build a client's networks."""
+        split = Split(torch.zeros(0, *described.shape), torch.zeros(0, dtype=torch.int64))
+        return cls(info, described, split, split, {}, space, 0)
 
     def within_space(self, model: nn.Module) -> nn.Module:
         """Restrict the predictions of `model` to the client's classes."""
@@ -128,60 +120,59 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     """Load a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, client_data(config, node)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
-    count, order = len(labeled) + len(unlabeled), order_of(data)
     # A site with a declaration ignores the run's data settings, except for the loss.
-    task = data.task.with_settings(run.data)
-    outputs, space = task.outputs(len(data.classes)), data.space
-    space = space if len(space) < len(data.classes) else tuple(range(outputs))
+    count, described = len(labeled) + len(unlabeled), data.format.for_run(run.data)
+    is_whole = len(data.space) == len(described.classes)
+    space = tuple(range(described.outputs)) if is_whole else data.space
     is_malicious = node.name in _simulated_attackers(config, node)
     if is_malicious and run.attack.poisons_data:
-        labeled = poisoned(labeled, run.attack.kind, outputs, run.seed, node.name)
+        kind = run.attack.kind
+        labeled = poisoned(labeled, kind, described.outputs, run.seed, node.name)
     labeled, unlabeled = _placed(compute, labeled, unlabeled)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
     if (common := data.common) is not None:
-        if len(data.space) < len(data.classes):  # The rows differ between clients.
+        if not is_whole:  # The rows differ between clients.
             tests["common"] = _placed(compute, common)[0]
         else:  # Share one copy among all clients in the process.
             key = f"test set on {compute.device}"
             tests["common"] = node.data.once(key, lambda: _placed(compute, common)[0])
     if data.validation is not None:
         tests[VALIDATION] = _placed(compute, data.validation)[0]
+    public = ""
+    if config.uses_public and node.is_site:  # The clients of a simulation share one public set.
+        public = node.data.public_digest(described.kind, described.shape)
+    info = info_of(
+        described, node.name, node.model, count, order=data.format.digest,
+        training=node.training.describe(), own_data=bool(node.source),
+        base=base_digest(node.model), public=public,
+    )  # fmt: skip
     return ClientSamples(
-        ClientInfo(
-            node.name,
-            node.model,
-            count,
-            outputs,
-            data.kind,
-            data.shape,
-            order,
-            node.training.describe(),
-            bool(node.folder),
-            base_digest(node.model),
-            task.name,
-            data.stored,
-            # The clients of a simulation share one public set.
-            node.data.public_digest(data.kind, data.shape)
-            if config.uses_public and node.is_site
-            else "",
-        ),
+        info,
+        described,
         labeled,
         unlabeled,
         tests,
         torch.tensor(space, device=compute.device),
         data.num_unused_unlabeled,
-        data.classes,
-        data.stored,
-        data.schema,
-        task,
         run.attack.claimed_samples * is_malicious,
     )
+
+
+def info_of(described: Format, name: str, model: str, samples: int = 0, **more: Any) -> ClientInfo:
+    """Return a client's description for the server, which contains no class name and no schema.
+
+    `more` contains the other fields of `ClientInfo`.
+    """
+    return ClientInfo(
+        name, model, samples, described.outputs, described.kind, described.shape,
+        task=described.task.name, stored=described.stored, **more,
+    )  # fmt: skip
 
 
 def _simulated_attackers(config: Config, node: Node) -> Set[str]:
     """Return the malicious clients of a simulation; a site with its own data is never malicious."""
     run = config.run
-    if node.folder or not (run.attack.poisons_data or run.attack.claimed_samples):
+    if node.source or not (run.attack.poisons_data or run.attack.claimed_samples):
         return frozenset()
     indices = sorted({*range(run.clients)} - held_out_clients(run))
     names = [client_name(index, run.clients) for index in indices]
@@ -236,10 +227,10 @@ def client_data(config: Config, node: Node) -> ClientData:
         if node.peers is not None and node.budget is None:
             listed = tuple(map(int, node.peers.peer(node.name).classes))
         min_samples = config.run.engine.min_samples_per_class
-        return node.declared.read_data(node.folder, node.name, listed, min_samples)
-    if node.folder:
+        return node.declared.read_data(node.source, node.name, listed, min_samples)
+    if node.source:
         return site_data(
-            node.folder,
+            node.source,
             spec=node.data.spec,
             classes=config.run.models.num_classes,
             name=node.name,
@@ -262,7 +253,7 @@ def public_samples(
     # A public subset of the run's dataset never overlaps with a partition, so check it only against
     # a site's own data.
     is_part_of_dataset = name in ("", UNUSED)
-    if name != GENERATED and (node.folder or not is_part_of_dataset):
+    if name != GENERATED and (node.source or not is_part_of_dataset):
         try:
             for split in samples.own_splits():
                 check_no_overlap(public, split, info.name)
@@ -292,38 +283,25 @@ class ClientRecord(BaseModel):
     client: str
     model: str
     partition: int = Field(ge=-1, le=MAX_SAMPLES)
-    folder: str
-    """Data directory of the site, or "" for a partition of the run's dataset."""
+    source: str
+    """Data of the site, in the form of `data.dataset`, or "" for a partition of the run's
+    dataset."""
     settings: dict[str, JsonValue]
     """Settings with which the client trained, by full name."""
-    classes: list[str] = Field(min_length=1, max_length=MAX_CLASSES)
-    """Names of all classes in the run, or of the target columns, in order."""
+    format: Format
+    """Format of the samples."""
     space: list[int] = Field(min_length=1)
     """Label space of the client: class indices in ascending order."""
-    kind: str
-    """Kind of the samples."""
-    shape: list[int] = Field(min_length=1, max_length=4)
-    """Shape of one sample."""
-    stored: Stored
-    """Storage format of the samples."""
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     """Number of training samples."""
-    table: TableSchema | None = Field(None, strict=False)
-    """Schema of the columns if the samples come from a user's table."""
-    task: AnyTask = CLASSIFICATION
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ClientRecord:
-        if len(self.classes) < self.task.min_outputs:
-            raise ValueError(f"classes must have at least {self.task.min_outputs} names")
-        outputs = self.task.outputs(len(self.classes))
-        if self.space != sorted(set(self.space) & set(range(outputs))):
+        least, count = self.format.task.min_outputs, len(self.format.classes)
+        if not least <= count <= MAX_CLASSES:
+            raise ValueError(f"classes must have {least} to {MAX_CLASSES} names, got {count}")
+        if self.space != sorted(set(self.space) & set(range(self.format.outputs))):
             raise ValueError("space must be class indices in ascending order")
-        if (kind := KINDS.get(self.kind)) is None:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}")
-        shape = tuple(self.shape)
-        if not kind.fits(shape) or not all(1 <= size <= MAX_SIDE for size in kind.sizes(shape)):
-            raise ValueError(f"shape must fit kind {kind.name}, with sizes from 1 to {MAX_SIDE}")
         return self
 
     @classmethod
@@ -338,16 +316,11 @@ class ClientRecord(BaseModel):
             client=node.name,
             model=node.model,
             partition=node.partition,
-            folder=str(expanded(node.folder).resolve()) if node.folder else "",
+            source=absolute_source(node.source, config.run.data) if node.source else "",
             settings={name: value for name, value in values.items() if name not in PLACE},
-            classes=list(samples.classes) or list(map(str, range(samples.info.classes))),
+            format=samples.format,
             space=samples.space.tolist(),
-            kind=samples.info.kind,
-            shape=list(samples.info.shape),
-            stored=samples.stored,
             samples=samples.info.samples,
-            table=samples.schema,
-            task=samples.task,
         )
 
     def config(self) -> Config:
@@ -356,7 +329,7 @@ class ClientRecord(BaseModel):
         The configuration includes the sample kind, so that the user's dataset need not be imported
         to determine the kind.
         """
-        config = resolve({**self.settings, "data.sample-kind": self.kind})
+        config = resolve({**self.settings, "data.sample-kind": self.format.kind})
         if config.run.engine.precision != "float16":
             return config
         return config.replacing(engine=config.run.engine.model_copy(update={"precision": "auto"}))
@@ -369,7 +342,7 @@ class ClientRecord(BaseModel):
         return Node(
             self.client,
             self.partition,
-            self.folder,
+            self.source,
             self.model,
             training,
             device,
@@ -379,21 +352,11 @@ class ClientRecord(BaseModel):
 
     def without_data(self, config: Config) -> ClientSamples:
         """Return samples with empty splits, which are sufficient to build the client's networks."""
-        empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
-        info = ClientInfo(
-            self.client,
-            self.model,
-            self.samples,
-            self.task.outputs(len(self.classes)),
-            self.kind,
-            tuple(self.shape),
-            class_names_digest(self.classes),
-            config.run.training.describe(),
-            task=self.task.name,
-        )
-        space: Tensor = torch.tensor(self.space)
-        names = tuple(self.classes)
-        return ClientSamples(info, empty, empty, {}, space, 0, names, self.stored, task=self.task)
+        info = info_of(
+            self.format, self.client, self.model, self.samples, order=self.format.digest,
+            training=config.run.training.describe(),
+        )  # fmt: skip
+        return ClientSamples.empty(info, self.format, torch.tensor(self.space))
 
 
 class ServerRecord(ClientRecord):
@@ -404,7 +367,7 @@ class ServerRecord(ClientRecord):
     own_data: bool
     """Whether the sites have their own data."""
     order: str
-    """Digest of the outputs and the schema, from `order_of`, to check what completes the record."""
+    """Digest of the format (`Format.digest`), to check what completes the record."""
 
     @classmethod
     def of_run(
@@ -416,41 +379,45 @@ class ServerRecord(ClientRecord):
         dataset: Dataset | None,
     ) -> ServerRecord:
         """Create the record of a run, given its initial clients and, if known, its dataset."""
-        task = dataset.task.with_settings(config.run.data) if dataset else task_for(config.run.data)
+        if dataset is not None:
+            described = dataset.format.for_run(config.run.data)
+        else:
+            task = task_for(config.run.data)
+            names = tuple(map(str, range(reference.classes // task.outputs(1))))
+            described = Format(reference.kind, reference.shape, names, task)
         stored: Stored = "given"
         for known in get_args(Stored):
             if all(client.stored == known for client in clients):
                 stored = known
-        classes = dataset.classes if dataset else ()
-        count = reference.classes // task.outputs(1)
+        described = replace(described, kind=reference.kind, shape=reference.shape, stored=stored)
         values = absolute(config).flat()
         return cls(
             run=run,
             client=SERVER,
             model=reference.model,
             partition=-1,
-            folder="",
+            source="",
             settings={name: value for name, value in values.items() if name not in PLACE},
-            classes=list(classes) or list(map(str, range(count))),
+            format=described,
             space=list(range(reference.classes)),
-            kind=reference.kind,
-            shape=list(reference.shape),
-            stored=stored,
             samples=min(sum(client.samples for client in clients), MAX_SAMPLES),
-            table=dataset.schema if dataset else None,
-            task=task,
             is_complete=dataset is not None,
             own_data=reference.own_data,
             order=reference.order,
         )
 
-    def completed(self, config: Config, outputs: Outputs) -> ServerRecord | None:
-        """Return a copy with these outputs, or None if they are not the outputs of the clients."""
-        task = outputs.task.with_settings(config.run.data)
-        if (order_of(outputs), task.outputs(len(outputs.classes))) != (self.order, len(self.space)):
+    def completed(self, config: Config, described: Format) -> ServerRecord | None:
+        """Return a copy with the outputs of a format, or None if the clients have other outputs."""
+        described = described.for_run(config.run.data)
+        if (described.digest, described.outputs) != (self.order, len(self.space)):
             return None
-        changes = {"classes": list(outputs.classes), "table": outputs.schema, "task": task}
-        return self.model_copy(update={**changes, "is_complete": True})
+        changed = replace(
+            self.format,
+            classes=described.classes,
+            schema=described.schema,
+            task=described.task,
+        )
+        return self.model_copy(update={"format": changed, "is_complete": True})
 
 
 def write_server_record(directory: Path, record: ServerRecord) -> None:
@@ -485,8 +452,9 @@ def _read_record(path: Path, schema: type[Record]) -> Record | None:
     if not path.exists():
         return None
     try:
-        return schema.model_validate(read_json(path, MAX_BYTES))
-    except (OSError, ValueError, StateError) as error:
+        # In JSON, a strict model accepts an array for a tuple.
+        return schema.model_validate_json(json.dumps(read_json(path, MAX_BYTES)))
+    except (OSError, ValueError, StateError, DataError) as error:
         fault = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]

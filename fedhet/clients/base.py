@@ -44,7 +44,7 @@ from fedhet.client_runtime.samples import (
 from fedhet.client_runtime.state import ClientCodec, ClientState, MessageClient
 from fedhet.client_runtime.steps import Exchange, steps_of
 from fedhet.config.resolve import Config
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import compute_for
 from fedhet.learning.training import (
@@ -125,7 +125,7 @@ class HetClient(NumPyClient):
             with AllocationLimit(node.max_model_bytes):
                 return self.setup()
 
-        self.task = self.samples.task
+        self.task = self.samples.format.task
         """Task of the run (loss, predictions and scores)."""
         task = f"{self.info.classes} {self.task.noun} of shape {list(self.info.shape)}"
         self.state = ClientState(

@@ -9,8 +9,8 @@ from torch import nn
 
 from fedhet.base.arrays import grouped
 from fedhet.clients.local import LocalClient
+from fedhet.data.dataset import Split
 from fedhet.data.partition import concatenate_splits
-from fedhet.data.spec import Split
 from fedhet.methods.central import CentralSettings, model_in, sizes_in, trainer
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.contract import Sizes

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fedhet.algorithms.consensus import undecided
 from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split, concatenate, stratified
+from fedhet.data.dataset import Split, concatenate
+from fedhet.data.spec import stratified
 from fedhet.learning.training import CrossEntropy, Evaluation, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Evaluations, Refitted, evaluate_models

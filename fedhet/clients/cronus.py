@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.clients.fedmd import Consensus, FedMdClient
-from fedhet.data.spec import Split, concatenate
+from fedhet.data.dataset import Split, concatenate
 from fedhet.learning.training import Optimization
 from fedhet.methods.cronus import CronusSettings
 

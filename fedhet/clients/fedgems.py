@@ -12,7 +12,7 @@ from fedhet.base.arrays import Array
 from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split, concatenate
+from fedhet.data.dataset import Split, concatenate
 from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
 from fedhet.methods.fedgems import FedGemsSettings, selection_for
 from fedhet.models import HetModel, Refitted

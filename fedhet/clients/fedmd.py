@@ -15,7 +15,7 @@ from fedhet.algorithms import ScoreKind
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split, concatenate
+from fedhet.data.dataset import Split, concatenate
 from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
 from fedhet.methods.fedmd import ConsensusSettings
 from fedhet.models import Refitted

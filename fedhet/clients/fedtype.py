@@ -16,7 +16,7 @@ from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import derive, numpy_rng
 from fedhet.base.transfer import all_to_device, rows_of
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.learning.training import Optimization, evaluating, frozen_statistics
 from fedhet.methods.fedtype import FedTypeSettings
 from fedhet.models import HetModel, load_weights, to_host_arrays

@@ -34,7 +34,7 @@ from fedhet.base.arrays import Array, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import UNKNOWN
+from fedhet.data.dataset import UNKNOWN
 from fedhet.learning.training import CrossEntropy, evaluate
 from fedhet.methods.um_pfssl import UmPfsslSettings
 from fedhet.models import HetModel, load_weights, to_arrays

@@ -20,7 +20,7 @@ from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.base.metrics import METRICS
 from fedhet.config.sources import GivenSettings, validate
 from fedhet.data import sources
-from fedhet.data.spec import Dataset
+from fedhet.data.dataset import Format
 from fedhet.data.store import DERIVED, GENERATED, RunData
 from fedhet.kinds import IMAGE, KINDS, augmentation
 from fedhet.learning.devices import compute_for
@@ -446,9 +446,9 @@ def check(config: Config, store: RunData | None = None) -> None:
     run, store, spec = config.run, store or RunData.of(config.run), config.method.spec
     compute_for(run.engine)
     store.validate()
-    dataset = store.dataset
-    kind, shape, classes, task = dataset.kind, dataset.shape, dataset.outputs, dataset.task
-    if run.models.num_classes not in (0, count := len(dataset.classes)):
+    described = store.dataset.format
+    kind, shape, classes, task = described.kind, described.shape, described.outputs, described.task
+    if run.models.num_classes not in (0, count := len(described.classes)):
         expected = f"0 or {count}, the number of {task.noun} of {run.data.dataset}"
         raise invalid_setting("models.num-classes", run.models.num_classes, expected)
     augmentation(run.training.augment, KINDS[kind], shape)
@@ -464,15 +464,15 @@ def check(config: Config, store: RunData | None = None) -> None:
             lambda model: models.check(model, kind, shape, classes, any_model=False),
         )
     if run.privacy.is_on:
-        check_trainable(config, dataset)
+        check_trainable(config, described)
 
 
-def check_trainable(config: Config, dataset: Dataset) -> None:
+def check_trainable(config: Config, described: Format) -> None:
     """Raise SettingsError if a layer in a private run's models has no per-sample gradients."""
     for setting, model in _models_of_clients(config):
         if model not in models.DRAWN:
             try:
-                kind, shape, classes = dataset.kind, dataset.shape, dataset.outputs
+                kind, shape, classes = described.kind, described.shape, described.outputs
                 built = models.build(model, shape, classes, seed=config.run.seed, kind=kind)
                 check_supports_dp(built, kind, shape, model)
             except ModelError as error:

@@ -17,15 +17,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fedhet.base.errors import DataError, SettingsError, nearest, one_line
-from fedhet.base.seeding import numpy_rng
+from fedhet.data.dataset import UNKNOWN, Dataset, Format, Split
 from fedhet.data.rows import Table, Values, find_rows, missing_column_error, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
-from fedhet.data.spec import Dataset, DataSpec, Split, reading, subset_rows
+from fedhet.data.spec import DataSpec, Expected, reading
 from fedhet.data.targets import infer_targets, read_targets
-from fedhet.kinds import Shape
+from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
@@ -41,7 +42,9 @@ PARTS = {
     "val": TEST, "valid": TEST, "validation": TEST,
 }  # fmt: skip
 """Common names of the parts of a dataset, in lower case, and the supported names."""
-_DESCRIPTIONS = ("classes.txt", SCHEMA, "site.toml")
+CLASSES_FILE = "classes.txt"
+"""File with the class names in order, one per line."""
+_DESCRIPTIONS = (CLASSES_FILE, SCHEMA, "site.toml")
 """Names of the files that describe the data."""
 _SYSTEM = {
     "__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found",
@@ -61,7 +64,7 @@ class Files:
     read: Callable[[Sequence[str], DataSpec, Shape | None], Tensor]
     """Function that takes paths, data settings, and a required shape (or None), and returns samples
     [N, ...]."""
-    kind: str
+    kind: Kind
     """Kind of the samples."""
     shape: Callable[[DataSpec], Shape] = lambda spec: ()
     """Function that returns the shape of a sample for given data settings; () = the shape of the
@@ -205,7 +208,7 @@ class _Tree:
         if TRAIN not in parts:
             raise DataError(f"{train}: directory not found, expected {self._layout}")
 
-    def read(self, top: Path, known: Sequence[str], *, all_classes: bool) -> _Rows:
+    def list_samples(self, top: Path, known: Sequence[str], *, all_classes: bool) -> _Rows:
         """List the samples of a part in its class directories.
 
         Args:
@@ -318,9 +321,10 @@ def _read_label_table(path: Path, walk: Walk, spec: DataSpec) -> _Rows:
     return _Rows([present[key] for key in rows], table, unlabeled)
 
 
-def _infer_schema(path: Path, table: Table, spec: DataSpec, names: Sequence[str]) -> TableSchema:
+def _infer_schema(path: Path, root: Path, table: Table, spec: DataSpec) -> TableSchema:
     """Infer the schema of the targets in the training part's label table `path`."""
-    declared = find_schema(path)
+    is_shared = spec.expected is not None
+    declared = find_schema(path, shared=is_shared) or find_schema(root, shared=is_shared)
     target = declared.target if declared else spec.target
     if not target:
         used = (_file_column(path), spec.by.strip())
@@ -330,35 +334,16 @@ def _infer_schema(path: Path, table: Table, spec: DataSpec, names: Sequence[str]
                 f"{path}: data.target must name target columns, one or more of {', '.join(others)}"
             )
         target = others[0]
-    if names:
-        return TableSchema(target=target, classes=tuple(names))
+    if declared is None and spec.expected and spec.expected.classes:
+        return TableSchema(target=target, classes=spec.expected.classes)
     return infer_targets(table, spec.replace(target=target), declared=declared)
 
 
-def read_folder(
-    root: Path,
-    files: Files,
-    spec: DataSpec,
-    *,
-    names: Sequence[str] = (),
-    classes: int = 0,
-    schema: TableSchema | None = None,
-    like: Shape | None = None,
-) -> tuple[Dataset, list[str]]:
-    """Read a directory of images or texts.
+def read_folder(root: Path, files: Files, spec: DataSpec) -> Dataset:
+    """Read a directory of images or texts, with class directories or label tables.
 
-    Args:
-        root: Directory with class directories or label tables.
-        files: Type of the sample files.
-        spec: Data settings.
-        names: Class names in order; () = the sorted names of the training set.
-        classes: Number of classes in a site's run, of which some may have no samples; 0 = any
-            number, where each class must have a sample.
-        schema: Schema of the targets, shared by all sites; None = infer it from the label table.
-        like: Required shape of the samples, if any.
-
-    Returns:
-        The dataset, and the paths of the training samples without a label.
+    In a simulation, each class must have a sample. A site may lack samples of some classes if it
+    states the names of all classes.
 
     Raises:
         DataError: If the layout, a label table, or a file is invalid.
@@ -371,7 +356,7 @@ def read_folder(
     tables = {part: path for part, top in parts.items() if (path := _find_label_table(top))}
     described = [top / name for top in (root, *parts.values()) for name in _DESCRIPTIONS]
     walk = Walk(files, [*described, *tables.values()])
-    tree = _Tree(root, walk, spec)
+    tree, expected = _Tree(root, walk, spec), spec.expected or Expected()
     if tables or find_task(spec.task) is not Classification:
         if root not in parts.values():
             tree.check_parts(parts)
@@ -381,47 +366,48 @@ def read_folder(
                 f"and the targets of the {files.noun} in {top} (data.task = {spec.task!r})"
             )
         rows = {part: _read_label_table(path, walk, spec) for part, path in tables.items()}
-        schema = schema or _infer_schema(tables[TRAIN], rows[TRAIN].table, spec, names)
+        schema = _infer_schema(tables[TRAIN], root, rows[TRAIN].table, spec)
     else:
         tree.check_parts(parts)
-        rows = {TRAIN: tree.read(parts[TRAIN], names, all_classes=not classes)}
-        schema = TableSchema(target=CLASS, classes=tuple(names) or rows[TRAIN].classes)
+        names = expected.classes
+        if any(name.lower() in _UNLABELED for name in names):
+            rule = "is reserved for the directory of samples without a class"
+            raise DataError(f"{root / CLASSES_FILE}: the class name {UNLABELED!r} {rule}")
+        rows = {TRAIN: tree.list_samples(parts[TRAIN], names, all_classes=not expected.outputs)}
+        schema = TableSchema(target=CLASS, classes=names or rows[TRAIN].classes)
         if TEST in parts:
-            rows[TEST] = tree.read(parts[TEST], schema.classes, all_classes=False)
-    if len(schema.outputs) != (classes or len(schema.outputs)):
-        raise DataError(
-            f"{tables.get(TRAIN, root)}: expected {classes} classes, as in the run, got "
-            f"{len(schema.outputs)}. If some have no samples, list all classes of the run in "
-            f"{root / 'classes.txt'}, in the order that the run uses."
-        )
+            rows[TEST] = tree.list_samples(parts[TEST], schema.classes, all_classes=False)
+    expected.check_outputs(len(schema.outputs), tables.get(TRAIN, root), root)
     if TEST in rows and (unlabeled := rows[TEST].unlabeled):
         fault = f"test {files.noun} must be labeled. Move them into {parts[TRAIN] / UNLABELED}."
         raise DataError(f"{unlabeled[0]}: {fault}")
     walk.warn(root)
-    return _read_samples(rows, files, spec, schema, like), rows[TRAIN].unlabeled
-
-
-def _read_samples(
-    rows: Mapping[str, _Rows],
-    files: Files,
-    spec: DataSpec,
-    schema: TableSchema,
-    like: Shape | None,
-) -> Dataset:
-    """Read the files and the targets of all parts."""
-    train, test, task = rows[TRAIN], None, schema.task_object
+    train, task = rows[TRAIN], schema.task_object
     targets, owned = read_targets(schema, train.table), train.table.owners()
     # Draw the subset first, so that no other files are read.
     strata = task.strata(targets, schema.outputs)[1]
-    drawn = subset_rows(strata, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
-    x = files.read([train.paths[row] for row in drawn], spec, like)
+    drawn = spec.draw_samples(strata)
+    like = expected.shape if files.kind is IMAGE else ()
+    x = files.read([train.paths[row] for row in drawn], spec, like or None)
     if owned:
         owned["groups"] = owned["groups"][drawn]
+
+    def split(paths: Sequence[str], y: Tensor) -> Split:
+        return Split(files.read(paths, spec, tuple(x.shape[1:])), y)
+
+    test, unlabeled_split = None, None
     if TEST in rows:
-        paths, table, *_ = rows[TEST]
-        test = Split(files.read(paths, spec, tuple(x.shape[1:])), read_targets(schema, table))
+        test = split(rows[TEST].paths, read_targets(schema, rows[TEST].table))
+    if expected.reads_unlabeled and train.unlabeled:
+        unlabeled_split = split(train.unlabeled, torch.full((len(train.unlabeled),), UNKNOWN))
     is_classification = isinstance(task, Classification)
     return Dataset(
-        spec.dataset, Split(x, targets[drawn]), test, schema.outputs, kind=files.kind,
-        shape=files.shape(spec), **owned, schema=None if is_classification else schema, task=task,
+        spec.dataset, Split(x, targets[drawn]), test,
+        Format.from_samples(
+            x, schema.outputs, files.kind, shape=files.shape(spec),
+            schema=None if is_classification else schema,
+        ),
+        unlabeled=unlabeled_split,
+        num_unlabeled=len(train.unlabeled),
+        **owned,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from fedhet.base.disk import expanded, map_npy
 from fedhet.base.errors import DataError, error_reason
 from fedhet.data.folders import Files
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
-from fedhet.kinds import Shape
+from fedhet.kinds import IMAGE, Shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +70,7 @@ class Form:
     """Maximum memory of the images decoded at the same time, in bytes."""
 
     @classmethod
-    def of(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
+    def from_first(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
         """Return the format with side length `image_size` or, if it is 0, with the size `first`."""
         size = (image_size, image_size) if image_size else first
         return cls("L" if gray else "RGB", size, image_size > 0)
@@ -194,7 +194,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
     else:
         with open_checked(files[0]) as first:
             size = first.size if spec.image_size else apply_orientation(first).size
-        form = Form.of(size, all(map(_is_gray, files)), spec.image_size)
+        form = Form.from_first(size, all(map(_is_gray, files)), spec.image_size)
     form = replace(form, max_bytes=spec.max_bytes)
     check_max_bytes(len(files) * prod(form.shape), spec, f"{files[0]} and the other images")
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
@@ -264,6 +264,6 @@ IMAGES = Files(
         ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k",
     ),
     decode,
-    "image",
+    IMAGE,
 )  # fmt: skip
 """File type of images, with the common file extensions."""

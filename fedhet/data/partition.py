@@ -17,16 +17,8 @@ import torch
 
 from fedhet.base.errors import DataError, SettingsError, nearest
 from fedhet.base.seeding import derive, numpy_rng
-from fedhet.data.spec import (
-    ClientData,
-    Dataset,
-    DataSpec,
-    Index,
-    Split,
-    concatenate,
-    preserve_global_rng,
-    stratified,
-)
+from fedhet.data.dataset import ClientData, Dataset, Split, concatenate
+from fedhet.data.spec import DataSpec, Index, preserve_global_rng, stratified
 from fedhet.settings.run import DataSettings
 from fedhet.tasks import CLASSIFICATION
 
@@ -60,7 +52,7 @@ def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
         ends = np.cumsum([sum(part) for part in parts])
         return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
     if (groups := dataset.groups) is None:
-        return _drawn(spec, dataset.strata(dataset.train))
+        return _drawn(spec, dataset.format.strata(dataset.train.y))
     # Select the groups (people or sites) with the most samples, and sort them by name.
     counts = np.bincount(groups)
     largest = np.argsort(-counts, kind="stable")
@@ -312,27 +304,28 @@ def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
 
     Raises SettingsError unless every class is in exactly one superclass.
     """
-    if dataset.task.name != CLASSIFICATION.name:
+    described = dataset.format
+    if described.task.name != CLASSIFICATION.name:
         raise SettingsError(
-            f"data.superclasses: must be empty with data.task = {dataset.task.name!r}, because "
+            f"data.superclasses: must be empty with data.task = {described.task.name!r}, because "
             f"{dataset.name} has no classes"
         )
     groups = classes_by_superclass(superclasses)
     listed = [name for group in groups.values() for name in group]
     for name in listed:
-        if name not in dataset.classes:
-            close = nearest(name, dataset.classes)
+        if name not in described.classes:
+            close = nearest(name, described.classes)
             raise SettingsError(f"data.superclasses: unknown class {name!r}{close}")
         if listed.count(name) > 1:
             raise SettingsError(f"data.superclasses: class {name!r} is in two superclasses")
-    if missing := [name for name in dataset.classes if name not in listed]:
+    if missing := [name for name in described.classes if name not in listed]:
         raise SettingsError(
             f"data.superclasses: every class of {dataset.name} must be in a superclass, "
             f"missing {', '.join(missing[:5])}"
         )
-    super_of = torch.zeros(len(dataset.classes), dtype=torch.int64)
+    super_of = torch.zeros(len(described.classes), dtype=torch.int64)
     for number, group in enumerate(groups.values()):
-        super_of[[dataset.classes.index(name) for name in group]] = number
+        super_of[[described.classes.index(name) for name in group]] = number
 
     def relabeled(split: Split) -> Split:
         return Split(split.x, super_of[split.y])
@@ -341,7 +334,7 @@ def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
         dataset,
         train=relabeled(dataset.train),
         test=relabeled(dataset.test) if dataset.test is not None else None,
-        classes=tuple(groups),
+        format=replace(described, classes=tuple(groups)),
         subclasses=dataset.train.y.numpy(),
     )
 
@@ -351,18 +344,18 @@ def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
 
     The rows of different clients are disjoint. Raises DataError if the training set is too small.
     """
-    if dataset.task.name != CLASSIFICATION.name:
+    if (task := dataset.format.task.name) != CLASSIFICATION.name:
         raise SettingsError(
-            f"data.partition: with data.task = {dataset.task.name!r}, expected dirichlet, iid, "
+            f"data.partition: with data.task = {task!r}, expected dirichlet, iid, "
             "shards, or classes, got 'superclasses'"
         )
     labels = dataset.train.y.numpy()
     subclasses = dataset.subclasses if dataset.subclasses is not None else labels
     for attempt in range(_TASKS):
         try:
-            spaces = label_spaces(spec, len(dataset.classes), attempt)
+            spaces = label_spaces(spec, len(dataset.format.classes), attempt)
             drawn: list[list[Index]] = [[] for _ in spaces]
-            for label in range(len(dataset.classes)):
+            for label in range(len(dataset.format.classes)):
                 owners = [rows for rows, space in zip(drawn, spaces, strict=True) if label in space]
                 rows = np.flatnonzero(labels == label)
                 parts = _draw_class(label, rows, subclasses[rows], len(owners), spec)

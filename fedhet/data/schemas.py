@@ -156,7 +156,13 @@ def read_schema(path: Path) -> TableSchema:
     return schema.model_copy(update=update)
 
 
-def find_schema(path: Path) -> TableSchema | None:
-    """Read the schema next to a row file, or in a directory, or return None if there is none."""
+def find_schema(path: Path, *, shared: bool = False) -> TableSchema | None:
+    """Read the schema next to a row file, or in a directory, or return None if there is none.
+
+    Raises DataError if the schema is `shared` by all sites and a field of a column is unknown.
+    """
     file = (path if path.is_dir() else path.parent) / SCHEMA
-    return read_schema(file) if file.exists() else None
+    if not file.exists():
+        return None
+    schema = read_schema(file)
+    return schema.check_fitted(file) if shared else schema

@@ -1,52 +1,40 @@
-"""Data of a site in a deployment, read from a directory at the site."""
+"""Data of a site in a deployment, and its declaration at a private site."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
-from fedhet.data.folders import TRAIN, UNLABELED, read_folder
-from fedhet.data.images import IMAGES
+from fedhet.data.dataset import ClientData, Format
+from fedhet.data.folders import CLASSES_FILE
 from fedhet.data.partition import hold_out, hold_out_validation
-from fedhet.data.rows import find_rows, read_table
-from fedhet.data.schemas import SCHEMA, TableSchema, read_schema
-from fedhet.data.sources import sample_kind
-from fedhet.data.sources.files import MAX_CLASSES, read_pair, target_fields
-from fedhet.data.spec import (
-    FIXED_SEED,
-    UNKNOWN,
-    ClientData,
-    Dataset,
-    DataSpec,
-    Split,
-    no_test_error,
-    preserve_global_rng,
-    reading,
-)
-from fedhet.data.tables import labeled_split
-from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
-from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
+from fedhet.data.schemas import SCHEMA, find_schema
+from fedhet.data.sources import find_source
+from fedhet.data.sources.files import MAX_CLASSES
+from fedhet.data.spec import FIXED_SEED, DataSpec, Expected, no_test_error, reading
+from fedhet.data.store import read_source
+from fedhet.data.texts import text_sample_shape
+from fedhet.kinds import TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import build, invalid_setting, kebab
-from fedhet.tasks import CLASSIFICATION, Classification, Task, find_task
+from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 DECLARATION = "site.toml"
 """Declaration file of a site for runs that hide its samples (`PrivacySettings.hides_samples`): data
 settings, number of classes, and shape."""
-CLASSES = "classes.txt"
 MAX_ROWS = 10**12
 """Maximum number of rows that a site may declare."""
 READING = (
-    "sample_kind", "test_fraction", "validation_fraction", "image_size", "text_column",
+    "test_fraction", "validation_fraction", "image_size", "text_column",
     "label_column", "tokenizer", "vocabulary", "max_tokens",
 )  # fmt: skip
 """Settings in `[data]` that a site may declare. For all other data settings, a site with a
@@ -80,24 +68,29 @@ class Declaration:
     0 = undeclared, which runs with secure aggregation refuse."""
 
     @classmethod
-    def read(cls, directory: str, max_bytes: int) -> Declaration:
+    def from_files(cls, dataset: str, max_bytes: int) -> Declaration:
         """Read the declaration of a site from site.toml, classes.txt, and schema.toml.
 
         Args:
-            directory: Data directory of the site.
+            dataset: Data of the site, in the form of `data.dataset`.
             max_bytes: Size limit for the site's data, in bytes.
 
         Raises:
             DataError: If a file is invalid, or if the classes or the shape are not declared.
             SettingsError: If a setting has an invalid value.
         """
-        root = expanded(directory)
+        source, root = find_source(dataset)[0], directory_of(dataset, DataSettings())
+        if root is None:
+            raise DataError(
+                f"node-config 'data' = {dataset!r}: expected files of this site, because the site "
+                f"declares its data in {DECLARATION}"
+            )
         path = root / DECLARATION
         try:
             declared = dict(read_toml_tables(path)) if path.exists() else {}
         except (OSError, StateError) as error:
             raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
-        schema = _site_schema(root) if (root / SCHEMA).exists() else None
+        schema = find_schema(root, shared=True)
         if not path.exists() and not (schema and schema.columns):
             raise DataError(f"{path}: file not found. {_DECLARE}")
         number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
@@ -124,17 +117,17 @@ class Declaration:
             rule = f"expected an integer from {low} to {MAX_CLASSES}"
             raise DataError(f"{path}: num-classes: {rule}, got {number!r}. {_DECLARE}")
         if names and number not in (0, len(names)):
-            where = root / (SCHEMA if schema else CLASSES)
+            where = root / (SCHEMA if schema else CLASSES_FILE)
             rule = f"expected {len(names)}, the number of classes in {where}, got {number}"
             raise DataError(f"{path}: num-classes: {rule}. Correct one of the two files.")
         if schema and schema.columns:
             sample_shape: Shape = (sum(schema.widths),)
             kind = TABLE
-        elif table.sample_kind == TEXT.name:
+        elif source.kind is TEXT:
             kind, sample_shape = TEXT, text_sample_shape(spec)
         else:
             sample_shape = tuple(shape) if isinstance(shape, list) else ()
-            kind = kind_of_arrays(sample_shape, KINDS.get(table.sample_kind))
+            kind = kind_of_arrays(sample_shape, source.kind)
         sizes: list[Any] = list(sample_shape)
         if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
             rule = "expected the shape of a sample, such as [3, 32, 32]"
@@ -206,12 +199,12 @@ class Declaration:
             )
 
     def read_data(
-        self, directory: str, name: str, listed: Iterable[int] = (), min_samples: int = 1
+        self, dataset: str, name: str, listed: Iterable[int] = (), min_samples: int = 1
     ) -> ClientData:
         """Read and check the site's data. Raises DataError for any failure.
 
         Args:
-            directory: Data directory of the site.
+            dataset: Data of the site, in the form of `data.dataset`.
             name: Name of the site.
             listed: Classes that the peers file lists for the site. The site sends their means in
                 each round, so the check must not depend on the run.
@@ -219,13 +212,13 @@ class Declaration:
         """
         try:
             data = site_data(
-                directory, spec=self.spec, classes=len(self.names), name=name, declared=self
+                dataset, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
-            if isinstance(data.task, Classification):
+            if isinstance(data.format.task, Classification):
                 counts = Counter(data.train.y.tolist())
                 if lacking := [label for label in listed if counts[label] < min_samples]:
                     raise DataError(
-                        f"{directory}: expected at least {min_samples} training samples of each "
+                        f"{dataset}: expected at least {min_samples} training samples of each "
                         f"class that the peers file lists for {name}, got {counts[lacking[0]]} of "
                         f"class {lacking[0]}. List only classes with enough samples (`fedhet certs "
                         "DIR --peer NAME --classes`)."
@@ -236,9 +229,8 @@ class Declaration:
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
-@preserve_global_rng()
 def site_data(
-    directory: str,
+    dataset: str,
     *,
     spec: DataSpec,
     classes: int,
@@ -246,25 +238,17 @@ def site_data(
     unlabeled: bool = False,
     declared: Declaration | None = None,
 ) -> ClientData:
-    """Read the data of a site.
+    """Read the data of a site, with the same readers as the dataset of a simulation.
 
-    The directory has one of the following layouts:
+    Without test samples, `spec.test_fraction` of the samples is held out. Then, a fraction
+    `spec.validation` of the training samples is held out for validation.
 
-    - train.npz and test.npz;
-    - images or .txt files in train/<class>/ and test/<class>/, or without test data in <class>/;
-    - texts in train.csv and test.csv;
-    - with schema.toml, a table in train.csv (or .parquet) and test.csv;
-    - images or .txt files in train/ and test/, listed in train/labels.csv and test/labels.csv.
-
-    For tasks other than classification, all layouts require schema.toml with the targets.
-
-    If there is no test part, `spec.test_fraction` of the samples is held out. Then, a fraction
-    `spec.validation` of the training samples is held out for validation. classes.txt lists the
-    classes of the run in order, one per line. The file is required only if the site does not have
-    samples of all classes. train/unlabeled/ contains samples without a label.
+    schema.toml describes the columns of a table or, for tasks other than classification, the
+    targets. classes.txt lists the classes of the run in order, one per line; it is required only if
+    the site does not have samples of all classes. Both files are next to the data.
 
     Args:
-        directory: Data directory of the site.
+        dataset: Data of the site, in the form of `data.dataset`.
         spec: Data settings.
         classes: Number of classes in the run.
         name: Name of the site.
@@ -273,37 +257,51 @@ def site_data(
             the settings of the run apply.
 
     Raises:
-        DataError: If the directory is invalid or has too few samples.
+        DataError: If the data is invalid or has too few samples.
     """
-    root = expanded(directory)
-    if not root.is_dir():
+    root, task = directory_of(dataset, spec), find_task(spec.task)
+    is_classification = task is Classification
+    if root is not None and not root.is_dir():
         raise DataError(f"{root}: directory not found (data of {name})")
-    if classes < 2 and find_task(spec.task) is Classification:
+    if classes < 2 and is_classification:
         raise DataError(
-            f"{root}: models.num-classes must be the number of classes, at least 2, got {classes}"
+            f"{dataset}: models.num-classes must be the number of classes, at least 2, got "
+            f"{classes}"
         )
-    dataset, unlabeled_split, num_unused = _read(root, classes, spec, unlabeled, declared)
-    if type(dataset.task) is not find_task(spec.task):
+    if not (is_classification or root is None or (root / SCHEMA).exists()):
         raise DataError(
-            f"{root}: data.task must be {dataset.task.name}, the task of this data, got "
-            f"{spec.task!r}"
+            f"{root / SCHEMA}: file not found, expected the scale of the targets, which all sites "
+            f"share (data.task = {spec.task!r}). Create it with `fedhet schema`."
         )
-    train, test = dataset.train, dataset.test
+    names: tuple[str, ...] = ()
+    if is_classification:
+        names = declared.names if declared else _read_class_names(root, classes)
+    shape = declared.shape if declared else ()
+    expected = Expected(classes, names, shape, reads_unlabeled=unlabeled)
+    own = {"by": "", "max_samples": 0, "exclude": (), "expected": expected}
+    data = read_source(spec.replace(dataset=dataset, **own))
+    described, train, test = data.format, data.train, data.test
+    expected.check_outputs(len(described.classes), dataset, root or Path())
+    if data.parts is not None or data.groups is not None:
+        raise DataError(
+            f"{dataset}: expected the data of one site, got one file for each client. Set data to "
+            "the directory or file of this site."
+        )
     if test is None:
         if not spec.test_fraction:
-            raise no_test_error(f"{root}", spec)
-        train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
+            raise no_test_error(dataset, spec)
+        train_rows, test_rows = hold_out(len(train), spec, name)
         train, test = train.take(train_rows), train.take(test_rows)
     if len(train) < 2 or len(test) < 1:
         raise DataError(
-            f"{root}: expected at least 2 training samples and 1 test sample, got {len(train)} "
+            f"{dataset}: expected at least 2 training samples and 1 test sample, got {len(train)} "
             f"and {len(test)}"
         )
     # The label space of a site contains the classes of its samples; the run may have more classes.
-    space = tuple(range(len(dataset.classes)))
-    if isinstance(dataset.task, Classification):
+    space = tuple(range(len(described.classes)))
+    if is_classification and declared is None:
         space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    train_rows, rows = hold_out_validation(dataset.strata(train), spec, name)
+    train_rows, rows = hold_out_validation(described.strata(train.y), spec, name)
     validation = train.take(rows) if len(rows) else None
     if validation is not None:
         train = train.take(train_rows)
@@ -313,155 +311,54 @@ def site_data(
             "samples is less than one sample",
             name, spec.validation, len(train),
         )  # fmt: skip
+    unlabeled_split = data.unlabeled
+    if data.num_unlabeled and not unlabeled:
+        unlabeled_split = train.take(torch.arange(0))
     if declared is not None:
-        if (shape := dataset.shape) != declared.shape:
-            rule = f"expected the shape of the data, {list(shape)}, got {list(declared.shape)}"
-            raise DataError(f"{declared.path}: shape: {rule}. Correct it.")
-        space = tuple(range(classes))
-        unlabeled_split = unlabeled_split or train.take(torch.arange(0))
+        if described.shape != declared.shape:
+            rule = "expected the shape of the data"
+            got = f"{list(described.shape)}, got {list(declared.shape)}"
+            raise DataError(f"{declared.path}: shape: {rule}, {got}. Correct it.")
+        if unlabeled_split is None:
+            unlabeled_split = train.take(torch.arange(0))
+    num_unused = 0 if unlabeled else data.num_unlabeled
     return ClientData(
-        name, train, test, None, dataset.classes, space, dataset.kind, dataset.shape,
-        unlabeled_split, num_unused, dataset.stored, dataset.schema, dataset.task, validation,
-    )  # fmt: skip
+        name, described, train, test, None, space, validation, unlabeled_split, num_unused
+    )
 
 
-def _read(
-    root: Path, classes: int, spec: DataSpec, unlabeled: bool, declared: Declaration | None
-) -> tuple[Dataset, Split | None, int]:
-    """Read a site's directory in any supported layout.
+def directory_of(dataset: str, spec: DataSettings) -> Path | None:
+    """Return the directory of a site's data, or None if a Python function or the Hub provides it.
 
-    Returns the labeled samples, the unlabeled samples if requested, and the number of unlabeled
-    samples that were not read. Raises DataError for an unsupported layout.
+    Raises SettingsError if `dataset` does not have the form of `data.dataset`.
     """
-    is_classification = find_task(spec.task) is Classification
-    rows = find_rows(root, "train")
-    has_schema = (root / SCHEMA).exists() and (rows is not None or not is_classification)
-    schema = _site_schema(root) if has_schema else None
-    if schema is None and not is_classification:
-        raise DataError(
-            f"{root / SCHEMA}: file not found, expected the scale of the targets, which all sites "
-            f"share (data.task = {spec.task!r}). Create it with `fedhet schema`."
-        )
-    names: tuple[str, ...] = ()
-    if is_classification:
-        names = declared.names if declared else _read_class_names(root, classes)
-    elif schema is not None:
-        _check_targets(schema, root, classes, spec)
-    is_array, is_tree = (root / "train.npz").exists(), (root / TRAIN).is_dir()
-    if is_array + is_tree + (rows is not None) > 1 or not any(root.iterdir()):
-        raise DataError(
-            f"{root}: expected exactly one of train.npz, train/<class>/<images or .txt>, and rows "
-            "in train.csv, .tsv, .jsonl, or .parquet (and likewise for test)"
-        )
-    if (is_array or rows is not None) and (root / UNLABELED).is_dir():
-        raise DataError(
-            f"{root / UNLABELED}: unexpected directory. Move it into a directory train."
-        )
-    stated = sample_kind(spec)
-    if is_array:
-        shared = None if is_classification else schema
-        train, test = read_pair(root, spec, stated, classes, shared)
-        kind = kind_of_arrays(tuple(train.x.shape[1:]), stated).name
-        described = target_fields(shared) or {"classes": names or tuple(map(str, range(classes)))}
-        return Dataset(f"{root}", train, test, kind=kind, **described), None, 0
-    if rows is not None:
-        return _read_rows(root, rows, spec, classes, names, schema), None, 0
-
-    files = TEXTS if stated is TEXT else IMAGES
-    if UNLABELED in names:
-        raise DataError(
-            f"{root / CLASSES}: {UNLABELED!r} cannot be a class name, because it is reserved for "
-            f"the directory of unlabeled {files.noun}"
-        )
-    dataset, paths = read_folder(
-        root, files, spec.replace(by="", max_samples=0), names=names, classes=classes,
-        schema=schema, like=declared.shape if declared and files is IMAGES else None,
-    )  # fmt: skip
-    if not paths:
-        return dataset, None, 0
-    if not unlabeled:
-        return dataset, dataset.train.take(torch.arange(0)), len(paths)
-    x = files.read(paths, spec, tuple(dataset.train.x.shape[1:]))
-    return dataset, Split(x, torch.full((len(paths),), UNKNOWN)), 0
+    source, place = find_source(dataset, "node-config 'data'")
+    path = source.files(source.parse(place).path, spec)
+    if path is None:
+        return None
+    path = expanded(path)
+    return path.parent if path.is_file() else path
 
 
-def _read_rows(
-    root: Path,
-    rows: Path,
-    spec: DataSpec,
-    classes: int,
-    names: tuple[str, ...],
-    schema: TableSchema | None,
-) -> Dataset:
-    """Read a site's texts or table from the row file `rows` and, if it exists, the test file."""
-    test_rows = find_rows(root, "test")
-    if sample_kind(spec) is not TABLE and not (schema and schema.columns):
-        return read_texts(rows, test_rows, spec, names, classes, schema)
-    schema = schema or _site_schema(root)  # `_site_schema` reports a missing file.
-    if not schema.columns:
-        raise DataError(
-            f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
-            "data.sample-kind to text if the rows are texts."
-        )
-    task = _check_targets(schema, root, classes, spec)
-    train = labeled_split(schema, read_table(rows, spec))
-    test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
-    kind, outputs = TABLE.name, schema.outputs
-    return Dataset(f"{root}", train, test, outputs, kind=kind, schema=schema, task=task)
-
-
-def _check_targets(schema: TableSchema, root: Path, classes: int, spec: DataSpec) -> Task:
-    """Return the task of a schema.
-
-    Raises DataError if the run has another task or another number of outputs.
-    """
-    task = schema.task_object
-    if type(task) is not find_task(spec.task):
-        raise DataError(
-            f"{root / SCHEMA}: task: expected data.task = {spec.task!r} of the run, got "
-            f"{schema.task!r}. Set data.task to {schema.task}."
-        )
-    if len(schema.outputs) != (classes or len(schema.outputs)):
-        raise DataError(
-            f"{root / SCHEMA}: expected the {classes} {task.noun} of the run, got "
-            f"{len(schema.outputs)}"
-        )
-    return task
-
-
-def _site_schema(root: Path) -> TableSchema:
-    """Read a site's schema, which all sites share. Raises DataError if it is incomplete."""
-    return read_schema(root / SCHEMA).check_fitted(root / SCHEMA)
-
-
-class SiteOutputs(NamedTuple):
-    """Outputs of a site's models, as described by the files that all sites share."""
-
-    classes: tuple[str, ...]
-    schema: TableSchema | None
-    task: Task
-
-
-def site_outputs(root: Path) -> SiteOutputs | None:
-    """Read schema.toml or classes.txt in a directory, or return None if neither file exists.
+def known_outputs(root: Path, described: Format) -> Format | None:
+    """Complete a format with the outputs in schema.toml or classes.txt, if one of them exists.
 
     Raises DataError if the file is invalid.
     """
-    if (root / SCHEMA).exists():
-        schema = _site_schema(root)
-        return SiteOutputs(schema.outputs, schema, schema.task_object)
+    if schema := find_schema(root, shared=True):
+        task = schema.task_object
+        return replace(described, classes=schema.outputs, schema=schema, task=task)
     names = _read_class_names(root, None)
-    return SiteOutputs(names, None, CLASSIFICATION) if names else None
+    return replace(described, classes=names) if names else None
 
 
-def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:
+def _read_class_names(root: Path | None, classes: int | None) -> tuple[str, ...]:
     """Return the names in classes.txt, or () if the file does not exist.
 
     Raises DataError if there are not exactly `classes` names, or if `classes` is None and there are
     fewer than two names.
     """
-    path = root / CLASSES
-    if not path.exists():
+    if root is None or not (path := root / CLASSES_FILE).exists():
         return ()
     with reading(path, "text file"):
         lines = path.read_text(encoding="utf-8").splitlines()

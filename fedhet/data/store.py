@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from fedhet.base.errors import (
     one_line,
 )
 from fedhet.base.seeding import numpy_rng
+from fedhet.data.dataset import ClientData, Dataset, Format, Split
 from fedhet.data.partition import (
     Assignment,
     assign,
@@ -46,31 +46,19 @@ from fedhet.data.partition import (
     partition,
     split_labels,
 )
-from fedhet.data.schemas import TableSchema
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import (
     FIXED_SEED,
-    ClientData,
-    Dataset,
     DataSpec,
     Index,
-    Split,
     no_test_error,
     preserve_global_rng,
     stratified,
-    subset_rows,
 )
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
-from fedhet.tasks import (
-    CLASSIFICATION,
-    AnyTask,
-    Classification,
-    Task,
-    find_task,
-    stored_task,
-)
-from fedhet.wire.identity import class_names_digest, client_name
+from fedhet.tasks import Classification, find_task
+from fedhet.wire.identity import client_name
 
 T = TypeVar("T")
 LOG = logging.getLogger("fedhet")
@@ -111,7 +99,7 @@ class RunData:
     @property
     def dataset(self) -> Dataset:
         """Decoded dataset. Raises DataError if it has fewer than two classes."""
-        return self.once("dataset", lambda: self._read(self.spec, "0"))
+        return self.once("dataset", lambda: self._read_or_map(self.spec, "0"))
 
     def partition(self) -> tuple[Index, ...]:
         """Return each client's row numbers in `dataset.train`, sorted and disjoint."""
@@ -125,17 +113,18 @@ class RunData:
     def common_test_of(self, kind: str, shape: Shape, order: str = "") -> Split | None:
         """Return the common test set, or None if it does not exist or has another kind or shape.
 
-        For tasks other than classification, the clients' digest `order` (see `order_of`) must also
-        match, because the scores would otherwise have another unit. A mismatch is logged.
+        For tasks other than classification, the clients' digest `order` (see `Format.digest`) must
+        also match, because the scores would otherwise have another unit. A mismatch is logged.
         """
         try:
             dataset = self.dataset
         except DataError:  # The sites have their own data, so the server may lack the dataset.
             return None
-        if (dataset.kind, dataset.shape) != (kind, shape):
+        described = dataset.format
+        if (described.kind, described.shape) != (kind, shape):
             return None
-        is_scaled = not isinstance(dataset.task, Classification)
-        if dataset.test is not None and is_scaled and order not in ("", order_of(dataset)):
+        is_scaled = not isinstance(described.task, Classification)
+        if dataset.test is not None and is_scaled and order not in ("", described.digest):
             LOG.warning(
                 "data.dataset = %s: the schema of the targets differs from the clients' schema, so "
                 "the server does not use its test set",
@@ -151,7 +140,7 @@ class RunData:
         """
         if self._has_label_spaces:
             return self._assignment.spaces[index]
-        return tuple(range(self.dataset.outputs))
+        return tuple(range(self.dataset.format.outputs))
 
     def label_counts(self) -> dict[str, list[int]]:
         """Return the number of rows per class, or per group of targets, by client name."""
@@ -179,7 +168,8 @@ class RunData:
 
     def strata(self) -> tuple[tuple[str, ...], Index]:
         """Return the names of the classes (or target groups), and the group [N] of each sample."""
-        return self.dataset.task.strata(self.dataset.train.y, self.dataset.classes)
+        described = self.dataset.format
+        return described.task.strata(self.dataset.train.y, described.classes)
 
     def owners(self) -> dict[str, str]:
         """Return the owner (person or site) of each client, by client name, or {} if unknown."""
@@ -198,14 +188,13 @@ class RunData:
             raise SettingsError(f"client index must be from 0 to {clients - 1}, got {index}")
         rows, parts = self.partition()[index], self.dataset.parts
         name = client_name(index, clients)
-        if parts is not None:
+        if parts is not None and parts[index][1]:
             train, test = rows[: parts[index][0]], rows[parts[index][0] :]
         else:
             train, test = (rows[part] for part in hold_out(len(rows), self.spec, name))
         if not self.spec.validation:
             return train, test, rows[:0]
-        targets = self.dataset.train.y[torch.from_numpy(train)]
-        _, strata = self.dataset.task.strata(targets, self.dataset.classes)
+        strata = self.dataset.format.strata(self.dataset.train.y[torch.from_numpy(train)])
         own, validation = hold_out_validation(strata, self.spec, name)
         return train[own], test, train[validation]
 
@@ -215,16 +204,13 @@ class RunData:
         train, test, validation = self._samples(index)
         name = client_name(index, self.spec.clients)
         common = dataset.test
-        if common is not None and len(space) < len(dataset.classes):
+        if common is not None and len(space) < len(dataset.format.classes):
             rows = torch.isin(common.y, torch.tensor(space)).nonzero().flatten()
             common = common.take(rows) if len(rows) else None
         if not len(test) and common is None:
             raise no_test_error(name, self.spec)
-        return ClientData(
-            name, train, test, common, dataset.classes, space, dataset.kind, dataset.shape,
-            stored=dataset.stored, schema=dataset.schema, task=dataset.task,
-            validation=validation if len(validation) else None,
-        )  # fmt: skip
+        held_out = validation if len(validation) else None
+        return ClientData(name, dataset.format, train, test, common, space, held_out)
 
     def pooled_parts(self) -> tuple[Split, Split]:
         """Concatenate the labeled and the unlabeled training samples of all training clients."""
@@ -243,7 +229,7 @@ class RunData:
             kind: Required sample kind.
             shape: Required sample shape.
             classes: Required number of classes or outputs; None = the labels are not used.
-            order: Required digest of the classes and the table's schema; see `order_of`. It is
+            order: Required digest of the classes and the schema; see `Format.digest`. It is
                 checked only for tasks other than classification, because the schema scales their
                 targets.
 
@@ -257,17 +243,18 @@ class RunData:
                 "Use another dataset, or data.public-fraction."
             )
         public = self.once("public", self._read_public)
-        where = f"data.public-dataset {public.name!r}"
-        if (public.kind, public.shape) != (kind, shape):
-            got, rule = KINDS[public.kind].describe(public.shape), KINDS[kind].describe(shape)
+        described, where = public.format, f"data.public-dataset {public.name!r}"
+        if (described.kind, described.shape) != (kind, shape):
+            got = KINDS[described.kind].describe(described.shape)
+            rule = KINDS[kind].describe(shape)
             raise DataError(f"{where}: samples must have {rule} as in the clients' data, got {got}")
-        if classes not in (None, public.outputs):
-            got = f"got {public.outputs}"
+        if classes not in (None, described.outputs):
+            got = f"got {described.outputs}"
             raise DataError(
-                f"{where}: expected {classes} {public.task.noun} as in the clients' data, {got}"
+                f"{where}: expected {classes} {described.task.noun} as in the clients' data, {got}"
             )
-        is_scaled = classes is not None and not isinstance(public.task, Classification)
-        if is_scaled and order not in ("", order_of(public)):
+        is_scaled = classes is not None and not isinstance(described.task, Classification)
+        if is_scaled and order not in ("", described.digest):
             raise DataError(
                 f"{where}: targets must have the same names and scale as the clients' targets, got "
                 "different names or scales. Set data.public-fraction to use samples of the same "
@@ -325,7 +312,8 @@ class RunData:
                 one_line(", ".join(unused[:MAX_NAMED])), more,
             )  # fmt: skip
         if spec.public_dataset or spec.public_fraction:
-            public = self.public_set(self.dataset.kind, self.dataset.shape, None)
+            described = self.dataset.format
+            public = self.public_set(described.kind, described.shape, None)
             if spec.public_dataset not in ("", *DERIVED):
                 check_no_overlap(public, self.dataset.train, spec.dataset)
 
@@ -364,9 +352,9 @@ class RunData:
         """Dataset from which the public samples are drawn, if it differs from `dataset`."""
         spec = public_source(self.spec)
         assert spec is not None
-        return self.once("source", lambda: self._read(spec, "1", min_classes=1))
+        return self.once("source", lambda: self._read_or_map(spec, "1", min_classes=1))
 
-    def _read(self, spec: DataSpec, name: str, *, min_classes: int = 2) -> Dataset:
+    def _read_or_map(self, spec: DataSpec, name: str, *, min_classes: int = 2) -> Dataset:
         if self._shared is None or not _is_copied(spec):
             return load(spec, min_classes=min_classes)
         return read_dataset(self._shared / f"{name}.safetensors")
@@ -392,10 +380,9 @@ class RunData:
             train = source.subset(source.train, spec.public_samples, rng)
             return replace(source, train=train, test=None)
         groups = source.subclasses
-        labels = source.strata(source.train) if groups is None else groups
+        labels = source.format.strata(source.train.y) if groups is None else groups
         # Repeat the draw that selects the training rows, to find the rows that it leaves unused.
-        used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
-        rows = np.setdiff1d(np.arange(len(labels)), used)
+        rows = np.setdiff1d(np.arange(len(labels)), spec.draw_samples(labels))
         if not spec.max_samples or not len(rows):
             raise SettingsError(
                 f"data.public-dataset = {UNUSED!r}: data.max-samples must be above 0 and below "
@@ -456,31 +443,38 @@ def _is_copied(spec: DataSpec) -> bool:
 
 
 @preserve_global_rng()
-def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
-    """Read and decode the dataset `spec.dataset`.
+def read_source(spec: DataSpec) -> Dataset:
+    """Read and decode the dataset `spec.dataset`. All data of simulations and sites is read here.
 
-    Raises DataError if its files are invalid, or if it has fewer than `min_classes` classes.
+    Raises DataError if its files are invalid, and SettingsError if the task differs.
     """
     source, place = find_source(spec.dataset)
     dataset = source.read(place, spec)
-    if (task := find_task(spec.task)) is not type(dataset.task):
+    if (task := find_task(spec.task)) is not type(dataset.format.task):
+        found = dataset.format.task.name
         raise SettingsError(
-            f"data.task: expected {dataset.task.name!r}, the task of data.dataset = "
-            f"{spec.dataset!r}, got {spec.task!r}. Set data.task to {dataset.task.name}"
-            + (f", or use {_OTHER_TASKS}." if task is not type(CLASSIFICATION) else ".")
+            f"data.task: expected {found!r}, the task of data.dataset = {spec.dataset!r}, got "
+            f"{spec.task!r}. Set data.task to {found}"
+            + (f", or use {_OTHER_TASKS}." if task is not Classification else ".")
         )
-    dataset = replace(dataset, task=dataset.task.with_settings(spec))
+    return replace(dataset, format=dataset.format.for_run(spec))
+
+
+def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
+    """Read the dataset of a simulation, select its samples, and set public samples aside.
+
+    Raises DataError if its files are invalid, or if it has fewer than `min_classes` classes.
+    """
+    dataset = read_source(spec)
     if spec.by and dataset.groups is None:
         supported = ", ".join(each.owners for each in SOURCES.values() if each.owners)
         raise SettingsError(
             f"data.by is unsupported with data.dataset = {spec.dataset!r}, expected one of "
             f"{supported}"
         )
-    if spec.max_samples:
-        rng = numpy_rng(spec.seed, "max-samples")
-        dataset = dataset.with_train_rows(
-            subset_rows(dataset.strata(dataset.train), spec.max_samples, rng)
-        )
+    if 0 < spec.max_samples < len(dataset.train):  # Some readers have already drawn the samples.
+        rows = spec.draw_samples(dataset.format.strata(dataset.train.y))
+        dataset = dataset.with_train_rows(rows)
     if spec.superclasses:
         dataset = merge_classes(dataset, spec.superclasses)
     if spec.public_fraction:
@@ -489,7 +483,7 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
                 f"data.public-fraction must be 0 with data.dataset = {spec.dataset!r}, which has "
                 f"one file per client, got {spec.public_fraction}. Set data.public-dataset instead."
             )
-        labels = dataset.strata(dataset.train)
+        labels = dataset.format.strata(dataset.train.y)
         count = max(1, round(spec.public_fraction * len(labels)))
         public = stratified(labels, count, numpy_rng(spec.seed, "public"))
         owned = np.setdiff1d(np.arange(len(labels)), public)
@@ -498,8 +492,8 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
         rng = numpy_rng(FIXED_SEED, "max-test-samples")
         test = dataset.subset(dataset.test, spec.max_test_samples, rng)
         dataset = replace(dataset, test=test)
-    min_classes = min(min_classes, dataset.task.min_outputs)
-    if (count := len(dataset.classes)) < min_classes:
+    min_classes = min(min_classes, dataset.format.task.min_outputs)
+    if (count := len(dataset.format.classes)) < min_classes:
         raise DataError(f"{spec.dataset}: expected at least {min_classes} classes, got {count}")
     return dataset
 
@@ -539,7 +533,7 @@ def check_no_overlap(public: Split, private: Split, owner: str) -> None:
 
 def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
     """Generate public samples that resemble a dataset; their labels are meaningless."""
-    size, kind = spec.public_samples, KINDS[dataset.kind]
+    size, kind = spec.public_samples, KINDS[dataset.format.kind]
     if size < 1:
         raise SettingsError(
             f"data.public-samples must be at least 1 with data.public-dataset = {GENERATED!r}, "
@@ -549,36 +543,12 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
         supported = " and ".join(each.plural for each in KINDS.values() if each.generated)
         raise SettingsError(
             f"data.public-dataset = {GENERATED!r} supports only {supported}; samples of "
-            f"{dataset.name!r} have {kind.describe(dataset.shape)}"
+            f"{dataset.name!r} have {kind.describe(dataset.format.shape)}"
         )
     rng = numpy_rng(spec.seed, "public", "generated")
     x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
     train = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
     return replace(dataset, train=train, test=None, subclasses=None)
-
-
-class Outputs(Protocol):
-    """Names and meaning of a model's outputs, such as a dataset or a client's data."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of all classes, or of the target columns."""
-
-    @property
-    def schema(self) -> TableSchema | None:
-        """Schema of a user's table."""
-
-    @property
-    def task(self) -> Task:
-        """Task with the scale of its targets."""
-
-
-def order_of(data: Outputs) -> str:
-    """Return a digest of the ordered class names, the schema, and the scale of the targets."""
-    names = [*data.classes, data.schema.digest] if data.schema else list(data.classes)
-    if data.schema is None and not isinstance(data.task, Classification):
-        names.append(json.dumps(stored_task(data.task), sort_keys=True))
-    return class_names_digest(names)
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:
@@ -611,15 +581,10 @@ class _Metadata:
     """Fields of a `Dataset`, except its arrays."""
 
     name: str
-    classes: tuple[str, ...]
+    format: Format
     parts: tuple[tuple[int, int], ...] | None
     columns: tuple[int, ...]
-    kind: str
-    shape: tuple[int, ...]
-    scaled_images: bool
     group_names: tuple[str, ...]
-    schema: TableSchema | None
-    task: AnyTask
 
 
 _METADATA = TypeAdapter(_Metadata)

@@ -15,9 +15,10 @@ import numpy as np
 
 from fedhet.base.errors import DataError, one_line
 from fedhet.data.columns import infer_column, may_identify, suggest
+from fedhet.data.dataset import Split
 from fedhet.data.rows import Table, missing_column_error
 from fedhet.data.schemas import SCHEMA, TableSchema
-from fedhet.data.spec import DataSpec, Split, check_max_bytes
+from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.targets import infer_targets, read_targets, target_names
 
 if TYPE_CHECKING:

@@ -30,10 +30,11 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason
 from fedhet.data.columns import find_categories
+from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.folders import Files
 from fedhet.data.rows import MISSING, Table, read_bounded, read_table
 from fedhet.data.schemas import TableSchema, find_schema
-from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, reading
+from fedhet.data.spec import DataSpec, Expected, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 from fedhet.tasks import Classification, find_task
@@ -197,14 +198,9 @@ def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
         windows = torch.tensor(tokens[: count * (length + 1)]).view(count, length + 1)
         return Split(windows[:, :-1].clone(), windows[:, -1].clone())
 
-    return Dataset(
-        spec.dataset,
-        split(train),
-        split(test) if test else None,
-        tuple(map(str, range(size))),
-        kind=TEXT.name,
-        shape=text_sample_shape(spec),
-    )
+    samples, names = split(train), tuple(map(str, range(size)))
+    described = Format.from_samples(samples.x, names, TEXT, shape=text_sample_shape(spec))
+    return Dataset(spec.dataset, samples, split(test) if test else None, described)
 
 
 @lru_cache(maxsize=4)
@@ -233,49 +229,36 @@ _MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UT
 }  # fmt: skip
 
 
-def read_texts(
-    train: Path,
-    test: Path | None,
-    spec: DataSpec,
-    names: Sequence[str] = (),
-    classes: int = 0,
-    schema: TableSchema | None = None,
-) -> Dataset:
+def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     """Read row files with labeled texts as a dataset.
+
+    The classes are those in a schema next to the file or those that the site states, or else the
+    distinct labels, or the numbers from 0 if all labels of a site are below its number of classes.
 
     Args:
         train: File of the training rows.
         test: File of the test rows, if any.
         spec: Data settings.
-        names: Class names in order; () = the distinct labels, or the numbers 0 to `classes` - 1 if
-            all labels are such numbers.
-        classes: Number of classes in the run; 0 = any number.
-        schema: Schema of the targets, shared by all sites, for tasks other than classification;
-            None = infer the schema from the training rows.
 
     Raises:
-        DataError: If a file is invalid, or the number of classes differs from `classes`.
+        DataError: If a file is invalid, or the number of classes differs from the expected number.
     """
-    target = schema.target if schema else spec.target or spec.label_column.strip()
-    spec, columns = spec.replace(target=target), tuple(spec.text_column)
-    rows = read_table(train, spec, texts=columns)
-    declared = schema or find_schema(train)
+    expected, columns = spec.expected or Expected(), tuple(spec.text_column)
+    declared = find_schema(train, shared=spec.expected is not None)
+    target = declared.target if declared else spec.target or spec.label_column.strip()
+    spec = spec.replace(target=target)
+    rows, names = read_table(train, spec, texts=columns), expected.classes
     for name in columns:
         rows.column(name)
-    if find_task(spec.task) is Classification and classes and not names:
+    if find_task(spec.task) is Classification and expected.outputs and not names:
         words = [text for text in rows.column(target).texts if text not in MISSING]
-        names, numbers = find_categories(words)[0], tuple(map(str, range(classes)))
+        names, numbers = find_categories(words)[0], tuple(map(str, range(expected.outputs)))
         names = numbers if {*names} <= {*numbers} else names
-    if names and schema is None:
+    if names and declared is None:
         schema = TableSchema(target=target, classes=tuple(names))
-    schema = schema or infer_targets(rows, spec, declared=declared)
-    task = schema.task_object
-    if classes and len(schema.outputs) != classes:
-        raise DataError(
-            f"{train}: expected {classes} different labels, one for each class of the run, got "
-            f"{len(schema.outputs)}. If some are missing, list all classes of the run in "
-            f"{train.parent / 'classes.txt'}, in the order that the run uses."
-        )
+    else:
+        schema = infer_targets(rows, spec, declared=declared)
+    expected.check_outputs(len(schema.outputs), train, train.parent)
 
     def split(table: Table) -> Split:
         parts = [table.column(name) for name in columns]
@@ -286,16 +269,19 @@ def read_texts(
         texts = list(map(" ".join, zip(*(each.rows() for each in parts), strict=True)))
         return Split(tokenize(texts, spec, table.path), read_targets(schema, table))
 
+    is_classification, samples = schema.task == Classification.name, split(rows)
     return Dataset(
         spec.dataset,
-        split(rows),
+        samples,
         split(read_table(test, spec, texts=columns)) if test else None,
-        schema.outputs,
-        kind=TEXT.name,
-        shape=text_sample_shape(spec),
+        Format.from_samples(
+            samples.x,
+            schema.outputs,
+            TEXT,
+            shape=text_sample_shape(spec),
+            schema=None if is_classification else schema,
+        ),
         **rows.owners(),
-        schema=None if isinstance(task, Classification) else schema,
-        task=task,
     )
 
 
@@ -330,5 +316,5 @@ def _decoded(content: bytes, path: Path) -> str:
     )
 
 
-TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, text_sample_shape)
+TEXTS = Files(".txt files", (".txt",), read_files, TEXT, text_sample_shape)
 """File type of texts."""

@@ -143,7 +143,7 @@ def check_site(node_config: str) -> Iterator[Finding]:
         # Noise also hides classes without samples, so the site may list any class.
         yield from _declared(settings, () if settings.privacy else listed, budget)
     elif settings.data:
-        yield from _undeclared(Path(settings.data))
+        yield from _undeclared(settings.data)
 
 
 def _peers(settings: NodeSettings) -> Generator[Finding, None, tuple[int, ...]]:
@@ -176,10 +176,18 @@ def _peers(settings: NodeSettings) -> Generator[Finding, None, tuple[int, ...]]:
     return tuple(map(int, peer.classes))
 
 
-def _undeclared(directory: Path) -> Iterator[Finding]:
-    if directory.expanduser().is_dir():
+def _undeclared(dataset: str) -> Iterator[Finding]:
+    from fedhet.data.site import directory_of
+    from fedhet.settings.run import DataSettings
+
+    try:
+        directory = directory_of(dataset, DataSettings())
+    except FedhetError as fault:
+        yield error("data", str(fault))
+        return
+    if directory is None or directory.is_dir():
         text = "needs no declaration, because the site has neither 'privacy' nor 'peers'"
-        yield ok("data", f"{directory} {text}")
+        yield ok("data", f"{dataset} {text}")
     else:
         yield error("data", f"{directory}: directory not found")
 
@@ -191,7 +199,7 @@ def _declared(
     from fedhet.data.site import Declaration
 
     try:
-        declared = Declaration.read(settings.data, settings.max_data_bytes)
+        declared = Declaration.from_files(settings.data, settings.max_data_bytes)
     except FedhetError as fault:
         yield error("declaration", str(fault))
         return

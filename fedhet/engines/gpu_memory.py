@@ -35,16 +35,18 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
     The fraction of a GPU for each worker is computed from the memory needed to train the largest
     model in the pool and the method's additional models.
     """
-    run, dataset = config.run, data.dataset
+    run, described = config.run, data.dataset.format
     device = find_device(run.engine.device)
     if run.engine.gpus_per_client or device.type != "cuda":
         return config
-    kind, shape, method_settings = dataset.kind, tuple(dataset.shape), config.method_settings.flat()
+    kind, shape, method_settings = described.kind, described.shape, config.method_settings.flat()
     others = [str(method_settings[kebab(name)]) for name in config.method.spec.model_settings]
     batch_sizes = run.training.pools().get("batch_size", (run.training.batch_size,))
     sizes = {
         name: training_bytes(
-            build_any(name, shape, dataset.outputs, seed=run.seed, kind=kind, task=dataset.task),
+            build_any(
+                name, shape, described.outputs, seed=run.seed, kind=kind, task=described.task
+            ),
             KINDS[kind],
             shape,
             max(2, *map(int, batch_sizes)),

@@ -32,12 +32,11 @@ from flwr.server.client_manager import ClientManager
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import ModelError, SettingsError, one_line
 from fedhet.client_runtime.node import Node, open_client, read_node
-from fedhet.client_runtime.samples import ClientSamples
+from fedhet.client_runtime.samples import ClientSamples, info_of
 from fedhet.config.resolve import Config, check, resolve
 from fedhet.config.secure import Peers, simulated_peers, write_simulated
 from fedhet.config.sources import read_toml, settings_for_method
 from fedhet.data.sources import paths_of
-from fedhet.data.spec import Split
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import (
     RETRIED_ALONE,
@@ -56,7 +55,6 @@ from fedhet.server.app import components
 from fedhet.server.calls import DirectProxy, UserCodeError, UserCodeFault, is_user_code_error
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import invalid_setting, kebab
-from fedhet.wire.identity import ClientInfo
 
 if TYPE_CHECKING:
     from fedhet import report
@@ -186,11 +184,9 @@ def check_models_and_data(config: Config, data: RunData) -> None:
         try:
             options = {"partition-id": 0, "num-partitions": config.run.clients, "device": "cpu"}
             node = read_node({**options, "model": name}, config.run, data=data)
-            shape, classes = tuple(data.dataset.shape), data.dataset.outputs
-            empty = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
-            task = data.dataset.task
-            info = ClientInfo(node.name, name, 0, classes, data.dataset.kind, shape, task=task.name)
-            samples = ClientSamples(info, empty, empty, {}, torch.arange(classes), 0, task=task)
+            described = data.dataset.format
+            info, space = info_of(described, node.name, name), torch.arange(described.outputs)
+            samples = ClientSamples.empty(info, described, space)
             config.method.client(config, node, samples=samples).setup()
         except ModelError:
             raise
@@ -209,7 +205,7 @@ def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     classes = {
         name: [str(label) for label in sorted({*labels[own].tolist()})]
         for name, own in zip(names, rows, strict=True)
-        if data.dataset.task.has_distribution
+        if data.dataset.format.task.has_distribution
     }
     return simulated_peers(names, classes=classes)
 
@@ -348,7 +344,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
 
     Returns 0 for models without gradients, and infinity if the step fails.
     """
-    run, dataset = config.run, data.dataset
+    run, dataset, described = config.run, data.dataset, data.dataset.format
     compute = compute_for(run.engine)
     batch_size = run.training.batch_size
     batch_size = max(batch_size) if isinstance(batch_size, tuple) else batch_size
@@ -357,8 +353,8 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_any(
-                name, dataset.shape, dataset.outputs, seed=run.seed, kind=dataset.kind,
-                task=dataset.task,
+                name, described.shape, described.outputs, seed=run.seed, kind=described.kind,
+                task=described.task,
             )  # fmt: skip
             if isinstance(model, Refitted):
                 return 0.0
@@ -369,7 +365,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                 begun = time.thread_time()
                 with compute.autocast():
                     logits = model(compute.to_inputs(batch.x)).float()
-                    loss = dataset.task.loss()(logits, compute.to_device(batch.y))
+                    loss = described.task.loss()(logits, compute.to_device(batch.y))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seconds = time.thread_time() - begun
                 if step and seconds > 0.5:  # Ignore the first step (warm-up).

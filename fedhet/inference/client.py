@@ -40,13 +40,14 @@ from fedhet.client_runtime.samples import (
 )
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
+from fedhet.data.dataset import Format, Split
 from fedhet.data.folders import Files, Walk
 from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.rows import ENDINGS, read_table
-from fedhet.data.site import site_outputs
+from fedhet.data.site import known_outputs
 from fedhet.data.sources.files import read_arrays
-from fedhet.data.spec import DataSpec, Split, check_max_bytes
-from fedhet.data.store import Outputs, RunData
+from fedhet.data.spec import DataSpec, check_max_bytes
+from fedhet.data.store import RunData
 from fedhet.data.tables import encode
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT
@@ -234,7 +235,8 @@ class TrainedClient:
         -inf. Raises StateError if this kind of model is not available.
         """
         if kind == ENSEMBLE and self._members:
-            return Ensemble([self.model(each) for each in self._members], self.record.task).eval()
+            members = [self.model(each) for each in self._members]
+            return Ensemble(members, self.record.format.task).eval()
         model = self.network(kind)
         if not isinstance(model, Refitted):
             model = self._client.samples.within_space(model)
@@ -244,7 +246,7 @@ class TrainedClient:
         """Return the trained network, without the mask for classes outside the label space."""
         kind = kind or self.default_kind
         if kind == ENSEMBLE and self._members:
-            return Ensemble([self.network(each) for each in self._members], self.record.task)
+            return Ensemble([self.network(each) for each in self._members], self.record.format.task)
         if kind not in self._client.models and kind not in self._received:
             missing = "" if self._checkpoint else _AT_SERVER
             raise StateError(
@@ -289,7 +291,7 @@ class TrainedClient:
         other non-classification tasks.
         """
         model, compute = self.model(kind), self._client.compute
-        names, task = tuple(self.record.classes), self.record.task
+        names, task = self.record.format.classes, self.record.format.task
         with torch.no_grad():
             if task.name != CLASSIFICATION.name:
                 values = task.decode(logits_of(model, x, compute)).double().cpu().numpy()
@@ -316,7 +318,7 @@ class TrainedClient:
         kind = kind or self.default_kind
         models, metrics = {kind: self.model(kind)}, self.config.run.metrics
         measured = evaluate_models(
-            models, self._tests(), self._client.compute, metrics, self.record.task
+            models, self._tests(), self._client.compute, metrics, self.record.format.task
         )
         scores: dict[str, dict[str, float]] = {}
         for (metric, protocol, _), value in by_score_key(measured).items():
@@ -330,7 +332,8 @@ class TrainedClient:
         split. Raises the same errors as `scores`, and SettingsError if there is no such test set,
         or if the task has no confusion matrix.
         """
-        name, task, count = self.record.client, self.record.task, len(self.record.classes)
+        name, described = self.record.client, self.record.format
+        task, count = described.task, len(described.classes)
         if task.name != CLASSIFICATION.name:
             raise SettingsError(
                 f"{name}: a confusion matrix requires classification, got the task {task.name}"
@@ -348,7 +351,7 @@ class TrainedClient:
         found = evaluate_model(
             self.model(kind or self.default_kind), tests[protocol], self._client.compute
         )
-        return confusion_frame(found.confusion, self.record.classes)
+        return confusion_frame(found.confusion, described.classes)
 
     def _tests(self) -> Mapping[str, Split]:
         """Return the test sets by protocol. Loads the data that the run's settings name."""
@@ -361,10 +364,9 @@ class TrainedClient:
         saved = self._client.node
         node = self.record.node(self.config, saved.state_dir, data=saved.data)
         client = self._client.config.method.client(self.config, node)
-        if tuple(client.info.shape) != tuple(self.record.shape):
+        if (shape := client.info.shape) != (known := self.record.format.shape):
             raise DataError(
-                f"{self.record.client}: expected data of shape {tuple(self.record.shape)} as in "
-                f"training, got {tuple(client.info.shape)}"
+                f"{self.record.client}: expected data of shape {known} as in training, got {shape}"
             )
         if restored:
             client.state.restore(self.record.run, before=self.round + 1)
@@ -531,10 +533,10 @@ class TrainedServer(TrainedClient):
         with AllocationLimit(MAX_STATE_FACTOR * size + 2**26):
             network = build(
                 name,
-                tuple(record.shape),
+                record.format.shape,
                 len(record.space),
                 seed=self.config.run.seed,
-                kind=record.kind,
+                kind=record.format.kind,
                 feature_dim=saved.width,
             )
         names = network.state_dict().keys()
@@ -660,19 +662,19 @@ def _with_names(directory: Path, record: ServerRecord, config: Config) -> Server
     """
     if record.is_complete:
         return record
-    found: Outputs | None = None
+    found: Format | None = None
     if not record.own_data:
         with suppress(FedhetError):
-            found = RunData.of(config.run).dataset
+            found = RunData.of(config.run).dataset.format
     else:
-        found = site_outputs(directory)
+        found = known_outputs(directory, record.format)
     completed = record.completed(config, found) if found else None
     if completed is None and found and record.own_data:
         raise StateError(
             f"{directory}: schema.toml or classes.txt differs from the file at the sites. Copy "
             "the file of a site."
         )
-    if completed is None and record.task.name != CLASSIFICATION.name:
+    if completed is None and record.format.task.name != CLASSIFICATION.name:
         raise StateError(
             f"{directory}: the server does not know the names and the scale of the targets. Copy "
             "schema.toml of a site into this directory."
@@ -886,9 +888,9 @@ def read_test(directory: Path, client: str | None, *, trust: str = "") -> Labele
                 f"{directory}: {client} has no test split. Use the common test set, without a "
                 "client."
             )
-    task = data.dataset.task
+    task = data.dataset.format.task
     y = task.in_units(split.y) if isinstance(task, Regression) else split.y.numpy()
-    return LabeledSamples(scaled(split.x), y, data.dataset.classes)
+    return LabeledSamples(scaled(split.x), y, data.dataset.format.classes)
 
 
 # --- samples to predict
@@ -913,8 +915,9 @@ def read_inputs(
     Raises:
         DataError: If a file is unreadable, unsuitable or too large. The error names the file.
     """
+    described = record.format
     bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
-    if record.kind == TEXT.name:
+    if described.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
         if tables := [path for path in texts if path.lower().endswith(ENDINGS)]:
             raise DataError(
@@ -926,19 +929,19 @@ def read_inputs(
     if (
         isinstance(record, ServerRecord)
         and not record.is_complete
-        and record.kind == TABLE.name
+        and described.kind == TABLE.name
         and not arrays
     ):
         raise DataError(
             f"{paths[0]}: the server does not know the columns. To predict the rows of a table, "
             "copy schema.toml of a site into the run directory."
         )
-    if record.table is not None and record.table.columns and not arrays:
+    if described.schema is not None and described.schema.columns and not arrays:
         if len(paths) > 1:
             raise DataError(f"{paths[1]}: expected a single table")
         _check_regular(paths[0])
         table = read_table(paths[0], bounds)
-        return [f"row {row}" for row in range(1, len(table) + 1)], encode(record.table, table)
+        return [f"row {row}" for row in range(1, len(table) + 1)], encode(described.schema, table)
     if arrays and len(paths) > 1:
         raise DataError(f"{arrays[0]}: cannot be combined with other files")
     if arrays:
@@ -947,12 +950,13 @@ def read_inputs(
         x = samples_for(record, array, str(arrays[0]))
         return [str(row) for row in range(len(x))], x
     files = _files_in(paths, IMAGES)
-    if record.kind != IMAGE.name or record.shape[0] not in MODES:
+    if described.kind != IMAGE.name or described.shape[0] not in MODES:
         raise DataError(
-            f"{files[0]}: {record.client}'s model expects samples of shape {record.shape}, got an "
+            f"{files[0]}: {record.client}'s model expects samples of shape "
+            f"{list(described.shape)}, got an "
             "image. Use an .npz file with an array x."
         )
-    channels, height, width = record.shape
+    channels, height, width = described.shape
     resize = resize or bool(record.settings.get("data.image-size"))
     rule = f"the input size of the model of {record.client}"
     form = Form(MODES[channels], (width, height), resize, rule, "Use --resize to resize images.")
@@ -967,14 +971,15 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     be a sequence of str. Raises DataError, prefixed with `where`, if the type, shape, or range is
     unsuitable.
     """
-    if record.kind == TEXT.name:
+    described = record.format
+    if described.kind == TEXT.name:
         if isinstance(x, Tensor) and not x.is_floating_point():  # Token ids, as in a test set.
-            return scaled(torch.from_numpy(KINDS[record.kind].checked(x.numpy(), where)))
+            return scaled(torch.from_numpy(KINDS[described.kind].checked(x.numpy(), where)))
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model expects texts (a sequence of str)")
         return tokenize(list(x), DataSpec.of(record.config().run), where)
-    shape = tuple(record.shape)
-    kind = KINDS[record.kind]
+    shape = described.shape
+    kind = KINDS[described.kind]
     given = np.asarray(x)
     if given.dtype.kind in "OSU":
         raise DataError(
@@ -988,12 +993,16 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
             f"{list(values.shape[1:])}"
         )
     is_bytes = values.dtype == np.uint8
-    if is_bytes and record.stored == "given":
+    if is_bytes and described.stored == "given":
         raise DataError(
             f"{where}: expected unscaled float32 in the range of {record.client}'s training "
             "samples, got uint8"
         )
-    if not is_bytes and record.stored != "given" and np.abs(values).max(initial=0) > 1 + ROUNDING:
+    if (
+        not is_bytes
+        and described.stored != "given"
+        and np.abs(values).max(initial=0) > 1 + ROUNDING
+    ):
         raise DataError(
             f"{where}: expected uint8, or floats scaled to [-1, 1], got "
             f"{values.flat[np.abs(values).argmax()]:g}"

@@ -20,9 +20,9 @@ from fedhet.base import __version__
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.client_runtime.samples import ServerRecord
+from fedhet.data.dataset import Stored
 from fedhet.data.rows import MISSING
 from fedhet.data.schemas import TableSchema
-from fedhet.data.spec import Stored
 from fedhet.data.texts import WORDS, configuration
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT
@@ -182,18 +182,18 @@ def _write_program(
                 raise ModelError(
                     f"ONNX export requires the package '{name}'. Run: pip install 'fedhet[onnx]'"
                 ) from None
-    if record.table is not None and record.table.columns:
-        columns = len(record.table.columns)
+    if record.format.schema is not None and record.format.schema.columns:
+        columns = len(record.format.schema.columns)
         example = torch.zeros(2, columns, dtype=torch.float64)
-        exported = ExportedModel(model, Encoder(record.table), record.task).eval()
+        exported = ExportedModel(model, Encoder(record.format.schema), record.format.task).eval()
     else:
-        shape = tuple(record.shape)
-        if record.kind == TEXT.name:  # The program has a fixed text length.
+        shape = tuple(record.format.shape)
+        if record.format.kind == TEXT.name:  # The program has a fixed text length.
             example = torch.ones(2, shape[1], dtype=torch.int64)
         else:
             example = torch.zeros(2, *shape)
-            example = example.to(torch.uint8) if record.stored == "bytes" else example
-        exported = ExportedModel(model, scaled, record.task).eval()
+            example = example.to(torch.uint8) if record.format.stored == "bytes" else example
+        exported = ExportedModel(model, scaled, record.format.task).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         with _quiet(), torch.no_grad():
@@ -279,7 +279,7 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
     The accuracy, or `scores` for another task, is null if the test data is unavailable.
     """
     record, run = trained.record, trained.config.run
-    is_classification = record.task.name == CLASSIFICATION.name
+    is_classification = record.format.task.name == CLASSIFICATION.name
     name, reason, scores = "accuracy" if is_classification else "scores", "", None
     try:
         scores = trained.accuracy(kind) if is_classification else trained.scores(kind)
@@ -308,11 +308,11 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
         ),
         **(
             {
-                "classes": record.classes,
-                "label_space": [record.classes[number] for number in record.space],
+                "classes": record.format.classes,
+                "label_space": [record.format.classes[number] for number in record.space],
             }
             if is_classification
-            else {"task": stored_task(record.task), "targets": record.classes}
+            else {"task": stored_task(record.format.task), "targets": record.format.classes}
         ),
         "input": _input(trained, is_scaling),
         "output": _output(trained, is_scaling),
@@ -328,14 +328,14 @@ def _dataset(trained: TrainedClient) -> str:
     record = trained.record
     if isinstance(record, ServerRecord) and record.own_data:
         return OWN_DATA
-    if record.folder:
+    if record.source:
         return "local data of a site"
     return trained.config.run.data.dataset.partition(":")[0]
 
 
 def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
     """Describe the model outputs."""
-    task = trained.record.task
+    task = trained.record.format.task
     if task.name == CLASSIFICATION.name:
         return {
             "name": "probabilities" if is_scaling else "logits",
@@ -346,7 +346,7 @@ def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
     output: dict[str, Any] = {"name": "predictions", "of": "targets", "scaling": scaling}
     if isinstance(task, Regression) and task.quantiles:
         output["of"] = "quantiles of the targets"
-        shape = ["N", len(trained.record.classes), len(task.quantiles)]
+        shape = ["N", len(trained.record.format.classes), len(task.quantiles)]
         output |= {"shape": shape} if is_scaling else {"order": ORDER}
     return output
 
@@ -354,7 +354,7 @@ def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
 def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
     """Describe the model inputs, so that users can prepare raw samples."""
     record = trained.record
-    if (schema := record.table) and schema.columns:
+    if (schema := record.format.schema) and schema.columns:
         return {
             "name": "x",
             "shape": ["N", len(schema.columns) if is_scaling else sum(schema.widths)],
@@ -365,8 +365,8 @@ def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
             "columns": [column.model_dump(mode="json") for column in schema.columns],
             "missing": sorted(MISSING),
         }
-    shape = tuple(record.shape)
-    if record.kind == TEXT.name:
+    shape = tuple(record.format.shape)
+    if record.format.kind == TEXT.name:
         settings = trained.config.run.data
         is_hashed = settings.tokenizer == WORDS
         return {
@@ -378,16 +378,16 @@ def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
             "padding": PADDING,
             "tokens": HASHED if is_hashed else ENCODED,
         }
-    takes_bytes = is_scaling and record.stored == "bytes"
+    takes_bytes = is_scaling and record.format.stored == "bytes"
     description: dict[str, Any] = {
         "name": "x",
         "shape": ["N", *shape],
         "type": "uint8" if takes_bytes else "float32",
-        "scaling": "in the file" if takes_bytes else SCALING[record.stored],
+        "scaling": "in the file" if takes_bytes else SCALING[record.format.stored],
     }
     if trained.config.run.data.dataset == "digits":
         description["values"] = "pixels of scikit-learn's digits (0 to 16) times 255 / 16"
-    if record.kind == IMAGE.name:
+    if record.format.kind == IMAGE.name:
         size = f"{shape[2]} x {shape[1]} pixels"
         resized = f"resized to {size} with bicubic interpolation in Pillow"
         description["axes"] = ["N", "channel", "row", "column"]

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fedhet.base.errors import SettingsError
-from fedhet.data.sources.files import PYTHON
+from fedhet.data.sources.python import PYTHON
 
 HERE = __name__
 _registry: dict[str, Any] = {}

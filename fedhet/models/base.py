@@ -24,7 +24,7 @@ from fedhet.base.arrays import Array, Arrays
 from fedhet.base.errors import ModelError
 from fedhet.base.metrics import ACCURACY
 from fedhet.base.transfer import HOST, all_to_device
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import Evaluation, evaluating

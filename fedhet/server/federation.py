@@ -232,7 +232,7 @@ class MethodStrategy(Strategy):
         has_labels = not all(map(is_shown, measured_names(method.run.metrics, num_labels)))
         if has_labels and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
-                class_names = method.data.dataset.classes
+                class_names = method.data.dataset.format.classes
         self.log.begin(infos, class_names)
         method.write_record(infos)
         if self._unmasking:
@@ -479,7 +479,7 @@ class MethodStrategy(Strategy):
         evaluated = self._is_evaluated(self.state.record.round)
         models = method.eval_models() if evaluated else {}
         if models and (common := method.common_test()) is not None:
-            compute, task = compute_for(method.run.engine), method.data.dataset.task
+            compute, task = compute_for(method.run.engine), method.data.dataset.format.task
             scores = {
                 ("common", kind): evaluate_model(model, common, compute, method.run.metrics, task)
                 for kind, model in models.items()

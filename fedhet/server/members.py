@@ -207,7 +207,7 @@ class Members:
                 dataset = data.dataset
             except FedhetError:  # The server cannot read the sites' data.
                 return None
-            return dataset.outputs, dataset.kind, dataset.shape
+            return dataset.format.outputs, dataset.format.kind, dataset.format.shape
 
         engine, spec, models = config.run.engine, config.method.spec, config.run.models
         pool = models.pool if spec.instructions.weights or spec.replies.weights else None

@@ -85,10 +85,11 @@ class DataSettings(Schema):
     )
     by: str = Field(
         "",
-        description="text:FILE, table:FILE, labels.csv: column with the owner of each sample; "
-        "signal:DIR: array with the owners in train.npz; folder = imagefolder:PATH, text:PATH: "
-        "directory above the class directory. Each client gets the samples of one owner. If there "
-        "are more owners than clients, the owners with the most samples are used; empty = use "
+        description="text:FILE, table:FILE, labels.csv, hf:NAME: column with the owner of each "
+        "sample; npz:DIR, signal:DIR: array with the owners in train.npz; folder = "
+        "imagefolder:PATH, text:PATH: directory above the class directory. Each client gets the "
+        "samples of one owner. If there are more owners than clients, the owners with the most "
+        "samples are used; empty = use "
         "'partition'",
     )
     alpha: Positive = Field(

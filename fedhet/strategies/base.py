@@ -17,7 +17,7 @@ from fedhet.base.arrays import Array, group
 from fedhet.base.errors import DataError, FedhetError
 from fedhet.client_runtime.samples import ServerRecord, write_server_record
 from fedhet.config.resolve import Config
-from fedhet.data.spec import Split
+from fedhet.data.dataset import Split
 from fedhet.data.store import DERIVED, RunData, check_no_overlap
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build

@@ -41,7 +41,7 @@ from fedhet.settings.schema import invalid_setting
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedhet.data.spec import Split
+    from fedhet.data.dataset import Split
     from fedhet.learning.devices import Compute
     from fedhet.learning.training import Evaluation, LabelSpace
     from fedhet.settings.run import DataSettings

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, unknown_name
-from fedhet.data.spec import Source
+from fedhet.data.dataset import Source
 from fedhet.data.texts import WORDS, encoder_directory
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings

@@ -1,30 +1,25 @@
-"""Sources for user data: images, arrays, signals, tables, texts, and Python functions.
+"""Sources for files of users: images, arrays, signals, tables, and texts.
 
 - `imagefolder:PATH`: images in PATH[/train|/test]/CLASS/FILE, or with a label table.
-- `npz:DIR`: one .npz file for each client, with images or table rows.
-- `signal:DIR`: signals [N, channels, time] in .npz files, with one file for each client or one file
-  for all clients.
+- `npz:DIR`: images or table rows in .npz files, with one file for each client or for all clients.
+- `signal:DIR`: signals [N, channels, time] in such files.
 - `table:PATH`: a table with the label column `data.target`. PATH is a file, a directory with
   train.csv and optionally test.csv, or a directory with one file for each client.
 - `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a
   directory of .txt files in the layout of `imagefolder:PATH`.
 - `next-token:PATH`: windows of a text, labeled with the next token. PATH is a .txt file, or a
   directory with train.txt and optionally test.txt.
-- `python:module:function`: a function without arguments. It returns a `Dataset`, a pair (x, y) of
-  arrays, or a mapping with such pairs for `train` and optionally `test`, and optionally `classes`.
 
 The size of .npz files is checked before decompression, and pickled arrays are rejected.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 import math
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +29,23 @@ import torch
 
 from fedhet.base.arrays import read_header
 from fedhet.base.disk import expanded, load_npz
-from fedhet.base.errors import DataError, SettingsError, describe_error, nearest, one_line
-from fedhet.data.folders import PARTS, Files, is_ignored, read_folder
+from fedhet.base.errors import DataError, SettingsError, describe_error, one_line
+from fedhet.data.dataset import Dataset, Format, Source, Split
+from fedhet.data.folders import PARTS, TEST, TRAIN, Files, is_ignored, read_folder
 from fedhet.data.images import IMAGES
 from fedhet.data.rows import ENDINGS, TEXT_ENDINGS, Table, find_rows, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
-from fedhet.data.spec import (
-    Dataset,
-    DataSpec,
-    Source,
-    Split,
-    check_max_bytes,
-    encode_owners,
-    no_path,
-    reading,
-)
+from fedhet.data.spec import DataSpec, Expected, check_max_bytes, encode_owners, reading
 from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.data.targets import array_table, infer_targets, read_targets
 from fedhet.data.texts import TEXTS, read_texts, read_windows
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind, kind_of_arrays
-from fedhet.tasks import Classification, Regression, find_task
+from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 # Limit labels, because the largest label determines the number of classes, and thus the memory.
 MAX_CLASSES = 65_536
 _BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
-PYTHON = "python"
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -152,7 +138,8 @@ def make_split(
 ) -> Split:
     """Convert arrays to labeled samples of a kind. Raises DataError if they are invalid.
 
-    If there is a schema, it defines the targets in `y`. Otherwise, `y` contains class indices.
+    If there is a schema, it defines the targets in `y`. Otherwise, `y` contains class indices. The
+    kind IMAGE also accepts table rows.
     """
     samples = kind.checked(x, where)
     if schema is None:
@@ -168,7 +155,10 @@ def make_split(
 
 
 def infer_array_targets(
-    root: Path, arrays: Iterable[tuple[Path | str, npt.NDArray[Any]]], spec: DataSpec
+    root: Path,
+    arrays: Iterable[tuple[Path | str, npt.NDArray[Any]]],
+    spec: DataSpec,
+    declared: TableSchema | None = None,
 ) -> TableSchema | None:
     """Infer the schema of the targets in the training arrays `y`, or return None for classes.
 
@@ -177,53 +167,10 @@ def infer_array_targets(
     """
     if find_task(spec.task) is Classification:
         return None
-    tables = [array_table(y, where, spec) for where, y in arrays]
-    return infer_targets(Table.concatenate(root, tables, spec), tables[0].spec)
-
-
-def _targets_in(paths: Iterable[Path], spec: DataSpec) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
-    """Yield each .npz file with its array `y`, which is read only when it is needed."""
-    for path in paths:
-        yield path, read_arrays(path, ("y",), spec)["y"]
-
-
-def target_fields(schema: TableSchema | None) -> dict[str, Any]:
-    """Return the fields `classes`, `schema`, and `task` of a dataset, or {} if it has no schema."""
-    if schema is None:
-        return {}
-    return {"classes": schema.outputs, "schema": schema, "task": schema.task_object}
-
-
-def read_npz(
-    path: Path,
-    spec: DataSpec,
-    kind: Kind = IMAGE,
-    classes: int = MAX_CLASSES,
-    schema: TableSchema | None = None,
-) -> Split:
-    """Read labeled samples from the arrays x and y of an .npz file.
-
-    The kind IMAGE also accepts table rows. Raises DataError if the file is invalid or exceeds
-    `data.max-bytes`.
-    """
-    arrays = read_arrays(path, ("x", "y"), spec)
-    return make_split(arrays["x"], arrays["y"], path, kind, classes, schema)
-
-
-def read_pair(
-    root: Path,
-    spec: DataSpec,
-    kind: Kind,
-    classes: int = MAX_CLASSES,
-    schema: TableSchema | None = None,
-) -> tuple[Split, Split | None]:
-    """Read train.npz and, if it exists, test.npz. Raises DataError if a file is invalid."""
-    train, path = read_npz(root / "train.npz", spec, kind, classes, schema), root / "test.npz"
-    if not path.exists():
-        return train, None
-    test = read_npz(path, spec, kind, classes, schema)
-    check_same_form(train, test, "train.npz", path)
-    return train, test
+    tables = [
+        array_table(y, where, spec, declared.target if declared else "") for where, y in arrays
+    ]
+    return infer_targets(Table.concatenate(root, tables, spec), tables[0].spec, declared=declared)
 
 
 def check_same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
@@ -248,60 +195,139 @@ def check_no_subset(spec: DataSpec) -> None:
         )
 
 
-def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
-    """Read DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz as one dataset.
+def read_npz(place: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
+    """Read arrays x and y from .npz files.
 
-    The rows of each client are contiguous, with training rows before test rows; `Dataset.parts`
-    contains the numbers of training and test rows.
+    The files are DIR/train.npz and optionally DIR/test.npz, or one file for each client:
+    DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz. In the second form, the rows
+    of each client are contiguous, with training rows before test rows; `Dataset.parts` contains
+    their numbers.
+
+    Args:
+        place: The directory DIR.
+        spec: Data settings. `data.by` may name an array in train.npz with an integer or a word for
+            each sample.
+        kind: Kind of the samples. IMAGE stands for images or table rows.
+
+    Raises:
+        DataError: If a file is missing or invalid, or exceeds `data.max-bytes`.
+        SettingsError: If a setting needs another form of the files.
     """
-    check_no_subset(spec)
-    root = expanded(directory)
-    names = {part: {file.name for file in (root / part).glob("*.npz")} for part in _MIN_SAMPLES}
-    for part, found in names.items():
-        if not found:
+    root = expanded(place)
+    kind = KINDS[spec.sample_kind] if kind is IMAGE and spec.sample_kind != "auto" else kind
+    first = root / "train.npz"
+    is_single = first.exists()
+    if not (is_single or (root / TRAIN).is_dir()):
+        raise DataError(
+            f"{first}: file not found, expected this file, or one file for each client, such as "
+            f"{root / TRAIN / '0.npz'}"
+        )
+    if is_single:
+        files = {"train": [first], "test": [path] if (path := root / "test.npz").exists() else []}
+    else:
+        check_no_subset(spec)
+        if spec.by:
+            raise SettingsError(
+                f"data.by must be empty if {root} has one file per client and no {first.name}, got "
+                f"{spec.by!r}"
+            )
+        files = _client_files(root)
+    common = root / "common.npz"
+    others = [] if is_single or not common.exists() else [common]
+    expected = spec.expected or Expected()
+    declared = find_schema(root, shared=spec.expected is not None)
+    targets = ((path, read_arrays(path, ("y",), spec)["y"]) for path in files["train"])
+    schema = infer_array_targets(root, targets, spec, declared)
+    splits: dict[Path, Split] = {}
+    for path in [*files["train"], *files["test"], *others]:
+        arrays = read_arrays(path, ("x", "y"), spec)
+        classes = expected.outputs or MAX_CLASSES
+        splits[path] = split = make_split(arrays["x"], arrays["y"], path, kind, classes, schema)
+        check_max_bytes(sum(each.x.nbytes + each.y.nbytes for each in splits.values()), spec, root)
+        check_same_form(splits[files["train"][0]], split, files["train"][0].name, path)
+        min_samples = 1 if is_single or path.parent.name != "train" else _MIN_TRAIN
+        if len(split) < min_samples:
+            raise DataError(f"{path}: expected at least {min_samples} samples, got {len(split)}")
+    parts = [[splits[path] for path in files[part]] for part in ("train", "test")]
+    names = expected.classes or tuple(map(str, range(expected.outputs)))
+    if schema is None:
+        names = names or numbered_classes(splits.values())
+    x = parts[0][0].x
+    described = Format.from_samples(
+        x, names, kind_of_arrays(tuple(x.shape[1:]), kind), schema=schema
+    )
+    if is_single:
+        train, test = parts[0][0], next(iter(parts[1]), None)
+        return Dataset(spec.dataset, train, test, described, **_owners(first, len(train), spec))
+    return concatenate_clients(
+        spec.dataset, list(zip(*parts, strict=True)), splits.get(common), described
+    )
+
+
+_MIN_TRAIN = 2
+"""Minimum number of training samples of a client."""
+
+
+def _client_files(root: Path) -> dict[str, list[Path]]:
+    """Return the training and test files of the clients, in order."""
+    names = {part: {file.name for file in (root / part).glob("*.npz")} for part in (TRAIN, TEST)}
+    for part, present in names.items():
+        if not present:
             raise DataError(f"{root / part}: no .npz files found, expected 0.npz, 1.npz, ...")
-    clients = len(names["train"])
-    expected = {f"{k}.npz" for k in range(clients)}
-    for part, found in names.items():
-        if odd := sorted(found ^ expected):
-            fault = "file not found" if odd[0] in expected else "unexpected file"
+    clients = len(names[TRAIN])
+    needed = {f"{k}.npz" for k in range(clients)}
+    for part, present in names.items():
+        if odd := sorted(present ^ needed):
+            fault = "file not found" if odd[0] in needed else "unexpected file"
             raise DataError(
                 f"{root / part / odd[0]}: {fault}, expected one file per client in both train and "
                 f"test, 0.npz to {clients - 1}.npz"
             )
-    files = [root / part / f"{k}.npz" for k in range(clients) for part in _MIN_SAMPLES]
-    schema = infer_array_targets(root, _targets_in(files[::2], spec), spec)
-    splits: list[Split] = []
-    for path in files:
-        splits.append(read_npz(path, spec, kind, schema=schema))
-        check_max_bytes(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, root)
-    path = root / "common.npz"
-    common = read_npz(path, spec, kind, schema=schema) if path.exists() else None
-    pairs = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
-    for path, split in pairs:
-        check_same_form(splits[0], split, files[0].name, path)
-        min_samples = _MIN_SAMPLES.get(path.parent.name, 1)
-        if len(split) < min_samples:
-            raise DataError(f"{path}: expected at least {min_samples} samples, got {len(split)}")
-    train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
-    parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
-    stated = "" if kind is IMAGE else kind.name
-    described = target_fields(schema)
-    if schema is None:
-        described = {"classes": numbered_classes(split for _, split in pairs)}
-    return Dataset(spec.dataset, train, common, parts=parts, kind=stated, **described)
+    return {part: [root / part / f"{k}.npz" for k in range(clients)] for part in (TRAIN, TEST)}
 
 
-_MIN_SAMPLES = {"train": 2, "test": 1}
-"""Parts of a client's data, and the minimum number of samples in each part."""
+def _owners(path: Path, samples: int, spec: DataSpec) -> dict[str, Any]:
+    """Read the owner of each sample from the array `data.by` of a file, if it is set."""
+    if not spec.by:
+        return {}
+    owners = read_arrays(path, (spec.by,), spec, hint=" (data.by)")[spec.by]
+    if owners.shape != (samples,) or owners.dtype.kind not in "iuU":
+        raise DataError(
+            f"{path}: {spec.by} must be integers or words of shape [{samples}], got "
+            f"{owners.dtype} {list(owners.shape)}"
+        )
+    return encode_owners(owners)
 
 
-def kind_of_clients(directory: str) -> Kind:
-    """Return the sample kind of DIR/train/0.npz: TABLE if x has two dimensions, IMAGE otherwise.
+def concatenate_clients(
+    name: str,
+    clients: Sequence[tuple[Split, Split | None]],
+    test: Split | None,
+    described: Format,
+) -> Dataset:
+    """Return a dataset that is already partitioned.
+
+    Args:
+        name: Name of the dataset.
+        clients: Training and test samples of each client. Without test samples, the run holds out a
+            fraction of the training samples.
+        test: Common test set.
+        described: Format of the samples.
+    """
+    ordered = [split for pair in clients for split in pair if split is not None]
+    train = Split(torch.cat([s.x for s in ordered]), torch.cat([s.y for s in ordered]))
+    parts = tuple((len(own), len(other) if other else 0) for own, other in clients)
+    return Dataset(name, train, test, described, parts)
+
+
+def kind_of_arrays_in(directory: str) -> Kind:
+    """Return the sample kind of `npz:DIR`: TABLE if x has two dimensions, IMAGE otherwise.
 
     Only the array header is read.
     """
-    path = expanded(directory) / "train" / "0.npz"
+    root = expanded(directory)
+    path = root / "train.npz"
+    path = path if path.exists() else root / "train" / "0.npz"
     try:
         with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
             if np.lib.format.read_magic(x) != (1, 0):  # Headers of later versions may be large.
@@ -310,38 +336,6 @@ def kind_of_clients(directory: str) -> Kind:
     except Exception:  # The error is reported when the file is read.
         return IMAGE
     return TABLE if len(shape) == 2 else IMAGE
-
-
-def read_signals(directory: str, spec: DataSpec) -> Dataset:
-    """Read DIR/train.npz and optionally DIR/test.npz, or one file per client as in `npz:DIR`.
-
-    `data.by` may name an array in train.npz with an integer or a word for each sample.
-    `Dataset.groups` is then read from this array.
-    """
-    root = expanded(directory)
-    path = root / "train.npz"
-    if not path.exists():
-        if spec.by:
-            raise SettingsError(
-                f"data.by must be empty if {root} has one file per client and no {path.name}, got "
-                f"{spec.by!r}"
-            )
-        return read_clients(directory, spec, SIGNAL)
-    schema = infer_array_targets(root, _targets_in([path], spec), spec)
-    train, test = read_pair(root, spec, SIGNAL, schema=schema)
-    owned = {}
-    if spec.by:
-        owners = read_arrays(path, (spec.by,), spec, hint=" (data.by)")[spec.by]
-        if owners.shape != (len(train),) or owners.dtype.kind not in "iuU":
-            raise DataError(
-                f"{path}: {spec.by} must be integers or words of shape [{len(train)}], got "
-                f"{owners.dtype} {list(owners.shape)}"
-            )
-        owned = encode_owners(owners)
-    described = target_fields(schema)
-    if schema is None:
-        described = {"classes": numbered_classes((train, test))}
-    return Dataset(spec.dataset, train, test, kind=SIGNAL.name, **owned, **described)
 
 
 def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
@@ -355,12 +349,12 @@ def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
 
 def read_files(place: str, spec: DataSpec, files: Files) -> Dataset:
     """Read a directory of images or texts as a dataset. Raises DataError if it is invalid."""
-    dataset, unlabeled = read_folder(expanded(place), files, spec)
-    if unlabeled:
+    dataset = read_folder(expanded(place), files, spec)
+    if dataset.num_unlabeled and spec.expected is None:
         LOG.warning(
             "%s: %d %s without a class are used only at sites. In a simulation, data.labeled-alpha "
             "hides the labels of other samples.",
-            place, len(unlabeled), files.noun,
+            place, dataset.num_unlabeled, files.noun,
         )  # fmt: skip
     return dataset
 
@@ -402,13 +396,17 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
     if a file is invalid, or if the columns of several files differ.
     """
     path, first, test = _located(place, ENDINGS)
-    if declared := find_schema(path):
-        if spec.target not in ("", declared.target):
-            raise SettingsError(
-                f"data.target: expected {declared.target!r}, the target in "
-                f"{(path if path.is_dir() else path.parent) / SCHEMA}, got {spec.target!r}"
-            )
-        spec = spec.replace(target=declared.target)
+    is_site, file = spec.expected is not None, (path if path.is_dir() else path.parent) / SCHEMA
+    declared = find_schema(path, shared=is_site)
+    if is_site and not (declared and declared.columns):
+        fault = "columns: expected the columns of a table" if declared else "file not found"
+        rule = "because all sites encode values in the same way"
+        raise DataError(f"{file}: {fault}, {rule}. Create the file with `fedhet schema`.")
+    if declared and not is_site and spec.target not in ("", declared.target):
+        raise SettingsError(
+            f"data.target: expected {declared.target!r}, the target in {file}, got {spec.target!r}"
+        )
+    spec = spec.replace(target=declared.target) if declared else spec
     if first is not None:
         train = read_table(first, spec)
         owned = train.owners()
@@ -440,18 +438,18 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         }
         train = Table.concatenate(path, sites, spec)
     notes: list[str] = []
-    schema = infer_schema(train, spec, notes.append, declared)
+    schema = declared
+    if schema is None or not is_site:
+        schema = infer_schema(train, spec, notes.append, declared)
+    samples = labeled_split(schema, train)
     return Dataset(
         spec.dataset,
-        labeled_split(schema, train),
+        samples,
         labeled_split(schema, read_table(test, spec)) if test else None,
-        schema.outputs,
-        kind=TABLE.name,
+        Format.from_samples(samples.x, kind=TABLE, schema=schema),
         columns=schema.widths,
         **owned,
-        schema=schema,
         notes=tuple(notes),
-        task=schema.task_object,
     )
 
 
@@ -475,119 +473,6 @@ def read_next_tokens(place: str, spec: DataSpec) -> Dataset:
     return read_windows(path / "train.txt", test if test.exists() else None, spec)
 
 
-# --- Python ---------------------------------------------------------------------------------------
-
-_EXPECTED = (
-    "the function must return a fedhet.Dataset, a pair (x, y), or a mapping with train, test, and "
-    "classes"
-)
-
-
-@lru_cache(maxsize=4)
-def _call(path: str) -> Dataset | Mapping[str, Any]:
-    """Import and call the function `path` ("module:function"), and cache its result.
-
-    Raises DataError if the function cannot be called or returns an invalid result.
-    """
-    name = f"{PYTHON}:{path}"
-    module, _, attribute = path.partition(":")
-    if not module or not attribute:
-        raise DataError(f"data.dataset: expected {PYTHON}:module:function, got {name!r}")
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:  # A user's module may raise any exception.
-        raise DataError(f"data.dataset = {name!r}: cannot import '{module}': {error!r}") from error
-    function = getattr(imported, attribute, None)
-    if not callable(function):
-        hint = nearest(attribute, vars(imported))
-        raise DataError(
-            f"data.dataset = {name!r}: function '{attribute}' not found in {module}{hint}"
-        )
-    try:
-        result = function()
-    except Exception as error:
-        raise DataError(f"data.dataset = {name!r}: the function failed: {error!r}") from error
-    match result:
-        case Dataset():
-            y, count = result.train.y, len(result.classes)
-            if isinstance(result.task, Regression) and not (
-                y.ndim == 2 and y.shape[1] == count and y.dtype == torch.float32
-            ):
-                raise DataError(
-                    f"{name}: train.y must be float32 [N, {count}], one column for each name in "
-                    f"classes, got {y.dtype} {list(y.shape)}"
-                )
-            return result
-        case Mapping():
-            parts: Mapping[str, Any] = result
-        case (x, y):
-            parts = {"train": (x, y)}
-        case _:
-            got = type(result).__name__
-            hint = ""
-            if hasattr(result, "to_csv"):
-                hint = ". Save it with to_csv, and use data.dataset = 'table:FILE'."
-            raise DataError(f"{name}: {_EXPECTED}, got {got}{hint}")
-    if "train" not in parts or not parts.keys() <= {"train", "test", "classes"}:
-        keys = ", ".join(map(str, parts)) or "an empty mapping"
-        raise DataError(f"{name}: {_EXPECTED}, got {keys}")
-    pairs = dict(parts)
-    for part in [each for each in ("train", "test") if parts.get(each) is not None]:
-        try:
-            pairs[part] = tuple(map(np.asarray, parts[part]))
-            _, _ = pairs[part]
-        except Exception as error:
-            fault = f"expected a pair (x, y) of arrays ({error})"
-            raise DataError(f"{name}: {part}: {fault}") from error
-    return pairs
-
-
-@lru_cache(maxsize=4)
-def read_user_dataset(path: str, task: str, target: str) -> Dataset:
-    """Read the result of the function `path` as a dataset, and cache the dataset.
-
-    `task` and `target` are settings in `[data]`. Raises DataError if the function cannot be called
-    or returns an invalid result.
-    """
-    parts, name = _call(path), f"{PYTHON}:{path}"
-    if isinstance(parts, Dataset):
-        return parts
-    names = tuple(map(str, parts.get("classes") or ()))
-    spec = DataSpec(task=task, target=target or ",".join(names))
-    schema = infer_array_targets(Path(name), [(f"{name}: train", parts["train"][1])], spec)
-    splits = {}
-    for part in [each for each in ("train", "test") if parts.get(each) is not None]:
-        where = f"{name}: {part}"
-        x, y = parts[part]
-        split = make_split(x, y, where, schema=schema)
-        if not len(split):
-            raise DataError(f"{where}: no samples found")
-        # Copy the arrays, because the user may modify them.
-        splits[part] = Split(split.x.clone(), split.y.clone())
-    train, test = splits["train"], splits.get("test")
-    if test is not None:
-        check_same_form(train, test, "train", f"{name}: test")
-    if schema is not None:
-        return Dataset(name, train, test, **target_fields(schema))
-    numbers = numbered_classes(splits.values())
-    classes = names or numbers
-    if len(classes) < len(numbers) or len(set(classes)) < len(classes):
-        raise DataError(
-            f"{name}: expected {len(numbers)} different class names, one for each label in y, got "
-            f"{classes}"
-        )
-    return Dataset(name, train, test, classes)
-
-
-def _kind_of_function(path: str) -> Kind:
-    with contextlib.suppress(DataError):  # The error is reported when the dataset is read.
-        result = _call(path)
-        if isinstance(result, Dataset):
-            return KINDS[result.kind]
-        return kind_of_arrays(tuple(result["train"][0].shape[1:]))
-    return IMAGE
-
-
 SOURCES = (
     Source(
         "imagefolder",
@@ -599,16 +484,17 @@ SOURCES = (
     ),
     Source(
         "npz",
-        "images or rows, one file for each client",
-        read_clients,
+        "images or rows in arrays, one file to partition or one for each client",
+        read_npz,
         "DIR",
-        infer_kind=kind_of_clients,
+        infer_kind=kind_of_arrays_in,
         whole_clients=True,
+        owners="npz:DIR with train.npz",
     ),
     Source(
         "signal",
-        "signals, one file to partition or one for each client",
-        read_signals,
+        "signals in arrays, in the files of npz:DIR",
+        partial(read_npz, kind=SIGNAL),
         "DIR",
         SIGNAL,
         whole_clients=True,
@@ -632,14 +518,5 @@ SOURCES = (
     ),
     Source(
         "next-token", "windows of a text, to predict the next token", read_next_tokens, "PATH", TEXT
-    ),
-    Source(
-        PYTHON,
-        "a Python function that returns arrays",
-        lambda path, spec: read_user_dataset(path, spec.task, spec.target),
-        "module:function",
-        infer_kind=_kind_of_function,
-        files=no_path,
-        imports=True,
     ),
 )

@@ -1,8 +1,9 @@
 """Datasets from the Hugging Face Hub, loaded with flwr-datasets: `hf:NAME` or `hf:NAME@SUBSET`.
 
-A NAME that begins with `/`, `~` or `.` is a local directory that the library `datasets` can read.
-The split `train` is the training set, and the split `test`, or `validation` if there is no `test`,
-is the common test set. Only data files are read; code in a dataset is never executed.
+A NAME that begins with `/`, `~` or `.`, or that is the path of a directory, is a local directory
+with files that the library `datasets` can read, or that its `save_to_disk` has written. The split
+`train` is the training set, and the split `test`, or `validation` if there is no `test`, is the
+common test set. Only data files are read; code in a dataset is never executed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.base.disk import expanded
+from fedhet.base.disk import expanded, read_json
 from fedhet.base.errors import DataError
 from fedhet.data.columns import find_words
+from fedhet.data.dataset import Dataset, Format, Location, Source, Split
 from fedhet.data.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
 from fedhet.data.rows import missing_column_error
-from fedhet.data.spec import Dataset, DataSpec, Location, Source, Split, check_max_bytes, reading
+from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 from fedhet.data.targets import find_classes, label_text
 from fedhet.data.texts import text_sample_shape, tokenize
 from fedhet.kinds import IMAGE, TEXT
@@ -36,6 +38,8 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SUBSET = re.compile(r"\w[\w.-]*")
 _FORMATS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "webdataset")
 """Readers in the library `datasets` for formats that cannot refer to other files."""
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files that `save_to_disk` writes for several splits, and for each split."""
 _LOCAL = ("file", "local", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd")
 """fsspec protocols for local files and archives."""
 
@@ -78,16 +82,26 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
             f"{where}: test images must have shape {list(shape_of_train)} like the training "
             f"images, got {list(test_shape)}"
         )
+    owned = {}
+    if spec.by:
+        if spec.by not in features:
+            raise missing_column_error(where, spec.by, features, " (data.by)")
+        owners = [label_text(value) for value in train[spec.by]]
+        if None in owners:
+            rule = "expected a number or a word for each sample"
+            raise DataError(f"{where}: column {spec.by!r} (data.by): {rule}")
+        owned = encode_owners(list(map(str, owners)))
     is_text = spec.sample_kind == TEXT.name
     kind, shape = (TEXT, text_sample_shape(spec)) if is_text else (IMAGE, ())
+    described = Format.from_samples(parts[0].x, classes, kind, shape=shape)
     test_split = parts[1] if test is not None else None
-    return Dataset(spec.dataset, parts[0], test_split, classes, kind=kind.name, shape=shape)
+    return Dataset(spec.dataset, parts[0], test_split, described, **owned)
 
 
 def parse(place: str) -> Location:
     """Split a location into a local path or a name on the Hub, and `@SUBSET`."""
     name, sign, subset = place.partition("@")
-    if name.startswith(("/", "~", ".")):
+    if name.startswith(("/", "~", ".")) or Path(name).is_dir():  # The library prefers directories.
         return Location(path=name, suffix=sign + subset)
     return Location(hub=name, suffix=sign + subset)
 
@@ -102,13 +116,18 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     subset = place.suffix.removeprefix("@") or None
     if not (place.path or _NAME.fullmatch(place.hub)) or not _SUBSET.fullmatch(subset or "x"):
         raise DataError(f"data.dataset: expected hf:NAME or hf:NAME@SUBSET, got 'hf:{name}'")
+    root = Path(where) if place.path else None
+    is_saved = root is not None and any((root / name).is_file() for name in _SAVED)
     federated = FederatedDataset(
         dataset=where, subset=subset, partitioners={"train": 1}, shuffle=False
     )
     with _confined(network=spec.download and not place.path, local=bool(place.path)):
         try:
-            _check_files(where, subset, Path(where) if place.path else None)
-            splits = {"train": federated.load_split("train")}
+            if root is not None and is_saved:
+                splits = _load_saved(root)
+            else:
+                _check_files(where, subset, root)
+                splits = {"train": federated.load_split("train")}
         except DataError:
             raise
         except Exception as error:  # The libraries raise many exception types.
@@ -119,13 +138,40 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
                 also = "" if place.path else " or downloaded"
                 message = f"cannot be read{also} ({fault})"
             raise DataError(f"data.dataset = 'hf:{name}': {message}") from error
-        for part in TESTS:
+        for part in () if is_saved else TESTS:
             with contextlib.suppress(ValueError):  # Skip missing splits.
                 splits[part] = federated.load_split(part)
     # Disable decoding, because the library's decoder would open any path.
     for part, rows in splits.items():
         for column in [key for key, kind in rows.features.items() if isinstance(kind, Image)]:
             splits[part] = splits[part].cast_column(column, Image(decode=False))
+    return splits
+
+
+def _load_saved(root: Path) -> dict[str, Any]:
+    """Load the splits that `save_to_disk` has written; a single dataset is the split `train`.
+
+    Raises DataError if a file is outside of `root`, or without a split `train`.
+    """
+    from datasets import load_from_disk
+
+    names: list[str] = [""]
+    if (path := root / _SAVED[0]).is_file():
+        names = read_json(path)["splits"]
+    for name in names:
+        state = root / name / _SAVED[1]
+        files = [each["filename"] for each in read_json(state)["_data_files"]]
+        for file in (
+            state,
+            state.with_name("dataset_info.json"),
+            *map(state.parent.joinpath, files),
+        ):
+            if not _inside(str(file), root):
+                raise DataError(f"{state}: data file {str(file)!r} is outside of the dataset")
+    loaded = load_from_disk(str(root))
+    splits = {"train": loaded} if names == [""] else dict(loaded)
+    if "train" not in splits:
+        raise DataError(f"{root}: split 'train' not found, got {', '.join(splits)}")
     return splits
 
 
@@ -268,7 +314,7 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
         return (_image(value, f"{where}: image {k}", roots) for k, value in enumerate(images))
 
     gray = all(image.mode in ("1", *GRAY_MODES) for image in opened())
-    form = Form.of(apply_orientation(next(opened())).size, gray, spec.image_size)
+    form = Form.from_first(apply_orientation(next(opened())).size, gray, spec.image_size)
     check_max_bytes(len(images) * prod(form.shape), spec, where)
     pixels = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(opened()):
@@ -299,5 +345,6 @@ SOURCES = (
         "NAME",
         files=lambda path, table: expanded(path) if path else None,
         parse=parse,
+        owners="hf:NAME",
     ),
 )

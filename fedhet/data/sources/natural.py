@@ -35,20 +35,10 @@ import torch
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, error_reason
 from fedhet.base.seeding import numpy_rng
+from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels
 from fedhet.data.images import decode
 from fedhet.data.sources.files import check_no_subset, convert_labels
-from fedhet.data.spec import (
-    FIXED_SEED,
-    Dataset,
-    DataSpec,
-    Index,
-    Source,
-    Split,
-    check_max_bytes,
-    encode_labels,
-    reading,
-    subset_rows,
-)
+from fedhet.data.spec import FIXED_SEED, DataSpec, Index, check_max_bytes, reading, subset_rows
 from fedhet.kinds import IMAGE, PADDING, SIGNAL, TEXT, Kind, Shape, text_shape
 
 if TYPE_CHECKING:
@@ -89,8 +79,8 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read_leaf(train, spec, form)
     test = _read_leaf(root / "test", spec, form)[1] if (root / "test").is_dir() else None
-    kind, shape, groups = form.kind.name, form.shape, encode_labels(users)
-    return Dataset(spec.dataset, split, test, form.classes, kind=kind, shape=shape, groups=groups)
+    described = Format.from_samples(split.x, form.classes, form.kind, shape=form.shape)
+    return Dataset(spec.dataset, split, test, described, groups=encode_labels(users))
 
 
 def _read_leaf(directory: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
@@ -221,9 +211,12 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
         )
     parts = np.asarray(form.part(table))
     owners = table[form.owner].to_numpy()
-    train = _rows(parts == 1, labels, spec.max_samples, spec.seed, "max-samples")
-    max_test = 0 if form.own_tests else spec.max_test_samples
-    test = _rows(parts == 2, labels, max_test, FIXED_SEED, "max-test-samples")
+    train, test = np.flatnonzero(parts == 1), np.flatnonzero(parts == 2)
+    # Draw the subsets first, so that no other images are decoded.
+    train = train[spec.draw_samples(labels[train])]
+    if not form.own_tests:
+        rng = numpy_rng(FIXED_SEED, "max-test-samples")
+        test = test[subset_rows(labels[test], spec.max_test_samples, rng)]
     if not len(train):
         raise DataError(f"{path}: no rows of the training set found")
     names = form.file(table)
@@ -246,17 +239,13 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
                     f"image, got {num_train} and {num_test}"
                 )
         split = make_split(np.concatenate(rows))
-        return Dataset(spec.dataset, split, None, classes, sizes, kind=IMAGE.name)
+        return Dataset(
+            spec.dataset, split, None, Format.from_samples(split.x, classes, IMAGE), sizes
+        )
     split = make_split(train)
     common = make_split(test, tuple(split.x.shape[1:])) if len(test) else None
-    groups = encode_labels(owners[train])
-    return Dataset(spec.dataset, split, common, classes, kind=IMAGE.name, groups=groups)
-
-
-def _rows(selected: Any, labels: Any, size: int, seed: int, use: str) -> Any:
-    """Return the selected rows, reduced to a stratified subset of `size` rows (0 = all rows)."""
-    rows = np.flatnonzero(selected)
-    return rows[subset_rows(labels[rows], size, numpy_rng(seed, use))]
+    groups, described = encode_labels(owners[train]), Format.from_samples(split.x, classes, IMAGE)
+    return Dataset(spec.dataset, split, common, described, groups=groups)
 
 
 _PATCH = ("patient", "node", "x_coord", "y_coord")
@@ -327,9 +316,8 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
         raise DataError(f"{path}: expected one line for each activity, such as '1 WALKING'")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
-    return Dataset(
-        spec.dataset, train, test, names, kind=SIGNAL.name, groups=encode_labels(persons)
-    )
+    described = Format.from_samples(train.x, names, SIGNAL)
+    return Dataset(spec.dataset, train, test, described, groups=encode_labels(persons))
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
@@ -375,10 +363,8 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
     if not len(y):
         raise DataError(f"{root}: expected at least {WINDOW} consecutive samples of one activity")
     split = Split(torch.from_numpy(x), torch.from_numpy(y))
-    names = tuple(PAMAP2_ACTIVITIES.values())
-    return Dataset(
-        spec.dataset, split, None, names, kind=SIGNAL.name, groups=encode_labels(persons)
-    )
+    described = Format.from_samples(split.x, tuple(PAMAP2_ACTIVITIES.values()), SIGNAL)
+    return Dataset(spec.dataset, split, None, described, groups=encode_labels(persons))
 
 
 def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:

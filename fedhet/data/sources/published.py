@@ -27,21 +27,10 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.columns import MAX_NUMBER
+from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
 from fedhet.data.rows import read_bounded
 from fedhet.data.sources.files import convert_labels, numbered_classes, read_arrays
-from fedhet.data.spec import (
-    FIXED_SEED,
-    Dataset,
-    DataSpec,
-    Index,
-    Source,
-    Split,
-    check_max_bytes,
-    encode_labels,
-    no_path,
-    reading,
-    stratified,
-)
+from fedhet.data.spec import FIXED_SEED, DataSpec, Index, check_max_bytes, reading, stratified
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.settings.run import DataSettings
 
@@ -68,15 +57,11 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
     x = torch.from_numpy(rows[:, :-1]).to(torch.float32).div_(8.0).sub_(1.0).view(-1, 1, 8, 8)
     y = torch.from_numpy(rows[:, -1]).to(torch.int64)
     train, test = held_out(y.numpy(), _TEST_FRACTION, "digits")
-    samples, classes = Split(x, y), tuple(map(str, range(10)))
-    return Dataset(
-        "digits",
-        samples.take(train),
-        samples.take(test),
-        classes,
-        kind=IMAGE.name,
-        scaled_images=True,
+    samples, described = (
+        Split(x, y),
+        Format.from_samples(x, tuple("0123456789"), IMAGE, scaled=True),
     )
+    return Dataset("digits", samples.take(train), samples.take(test), described)
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
@@ -89,13 +74,12 @@ def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
     train, test = held_out(labels, _TEST_FRACTION, "breast-cancer")
     scaler = StandardScaler().fit(bunch.data[train])
     x = torch.from_numpy(scaler.transform(bunch.data).astype(np.float32))
-    samples, classes = Split(x, torch.from_numpy(labels)), tuple(map(str, bunch.target_names))
+    samples = Split(x, torch.from_numpy(labels))
     return Dataset(
         spec.dataset,
         samples.take(train),
         samples.take(test),
-        classes,
-        kind=TABLE.name,
+        Format.from_samples(x, tuple(map(str, bunch.target_names)), TABLE),
         columns=(1,) * x.shape[1],
     )
 
@@ -139,7 +123,8 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
         x = x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
         splits.append(Split(x, y))
     train, test = splits
-    return Dataset(spec.dataset, train, test, tuple(map(str, parts[0].classes)), kind=IMAGE.name)
+    described = Format.from_samples(train.x, tuple(map(str, parts[0].classes)), IMAGE)
+    return Dataset(spec.dataset, train, test, described)
 
 
 def read_medmnist(file: str, spec: DataSpec) -> Dataset:
@@ -179,7 +164,8 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
             )
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    return Dataset(spec.dataset, training, test, numbered_classes(splits), kind=IMAGE.name)
+    described = Format.from_samples(training.x, numbered_classes(splits), IMAGE)
+    return Dataset(spec.dataset, training, test, described)
 
 
 _OPENML_TEST_FRACTION = 1 / 3
@@ -251,7 +237,9 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
         return Split(torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1])))
 
     widths = (*(1 for _ in _ADULT_NUMBERS), *map(len, encoder.categories_))
-    return Dataset(name, encoded(train), encoded(test), classes, kind=TABLE.name, columns=widths)
+    training = encoded(train)
+    described = Format.from_samples(training.x, classes, TABLE)
+    return Dataset(name, training, encoded(test), described, columns=widths)
 
 
 def _read_rows(path: Path, spec: DataSpec) -> Rows:
