@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -515,6 +516,23 @@ def test_a_sweep_has_the_lowest_error_as_its_best_point(trained, tmp_path):
     assert "lowest mean over seeds" in page
     assert f'"value">{best:.4g}' in page or f"{best:.4g}" in page
     assert "0.01" in page[page.index("lowest mean") :][:600]
+
+
+def test_the_page_names_the_client_with_the_largest_error_as_the_worst(trained):
+    found = report.load_run(trained / "runs" / "good").with_metric("rmse")
+    record, errors = found.records[-1], {"client-0": 1.739, "client-1": 1.2, "client-2": 0.9884}
+    scores = {"personal": {"private": Score(mean=1.3, std=0.3, worst=1.739, per_client=errors)}}
+    record = replace(record, metrics={"rmse": scores})
+    found = replace(found, summary=None, records=(record,))
+    page = re.sub(r"<[^>]*>", " ", render_run(found))
+    assert re.findall(r"worst client\s+(\S+) \((\S+)\)", page) == [("1.739", "client-0")]
+    assert not re.findall(r"1\.739 \((?!client-0)", page)
+
+
+def test_the_worst_training_loss_is_the_largest(trained):
+    for line in (trained / "runs" / "good" / "metrics.jsonl").read_text().splitlines():
+        loss = json.loads(line)["loss"]
+        assert loss["worst"] == max(loss["per_client"].values()) > min(loss["per_client"].values())
 
 
 def test_a_client_predicts_numbers_in_the_unit_of_the_target(trained, tmp_path, call):

@@ -15,7 +15,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from fedhet.base.disk import write_text
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
-from fedhet.report.run import TEST_SETS, Run, lowest, where
+from fedhet.report.run import TEST_SETS, Run, client_with, where
 from fedhet.report.tables import (
     baseline_line,
     client_cells,
@@ -86,7 +86,7 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    shown = (human_bytes, human_seconds, lowest, percent, plural, score, as_text, spans)
+    shown = (human_bytes, human_seconds, client_with, percent, plural, score, as_text, spans)
     environment.filters |= {function.__name__: function for function in shown}
     environment.filters["where"] = where
     environment.filters["key"] = lambda value: "" if math.isnan(value) else repr(float(value))

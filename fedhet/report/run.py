@@ -459,21 +459,14 @@ def where(protocol: str) -> str:
     return f"on the {name}" if protocol == "common" else f"on each client's {name}"
 
 
-def lowest(values: Mapping[str, float]) -> str:
-    """Return the client with the lowest value, or "" if there is no valid value.
+def client_with(value: float, values: Mapping[str, float]) -> str:
+    """Return the client with the given value, such as the worst, or "" if no value is valid.
 
-    Ties are resolved by the natural order of the names.
+    The name belongs to the recorded statistic, whatever the direction of the metric. Ties are
+    resolved by the natural order of the names.
     """
-    valid = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
-    return str(valid.idxmin()) if len(valid) else ""
-
-
-def highest(values: Mapping[str, float]) -> str:
-    """Return the client with the highest value, or "" if there is no valid value.
-
-    Ties are resolved by the natural order of the names.
-    """
-    return lowest({name: -value for name, value in values.items()})
+    distances = pd.Series(values, index=sorted(values, key=natural), dtype=float).sub(value).abs()
+    return str(distances.idxmin()) if distances.notna().any() else ""
 
 
 def _rounds(records: Sequence[RoundRecord]) -> pd.Index:

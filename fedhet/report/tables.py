@@ -30,7 +30,7 @@ from fedhet.base.metrics import (
 )
 from fedhet.report.comparison import Spread, smallest
 from fedhet.report.differences import sample_error, samples_text
-from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest, where
+from fedhet.report.run import MEANING, STATISTICS, Run, client_with, where
 from fedhet.runs.records import COMMON, HELD_OUT, HELD_OUT_EPOCH, NAN, VALIDATION
 from fedhet.runs.units import (
     ABSENT,
@@ -417,8 +417,8 @@ def relative_line(run: Run) -> str:
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
-    best = f"{score(ratio.best)} ({highest(ratio.per_client)})"
-    worst = f"{score(ratio.worst)} ({lowest(ratio.per_client)})"
+    best = f"{score(ratio.best)} ({client_with(ratio.best, ratio.per_client)})"
+    worst = f"{score(ratio.worst)} ({client_with(ratio.worst, ratio.per_client)})"
     mean = score(ratio.mean)
     return f"relative to local training, {protocol}: mean {mean}, best {best}, worst {worst}"
 

@@ -351,7 +351,7 @@ class RoundState:
         record = self.record
         if evaluated:
             self.scores.write(record)
-        record.loss = spread(self._losses) if self._losses else None
+        record.loss = spread(self._losses, lower_is_better=True) if self._losses else None
         record.peak_memory_mb = self._peak_memory_mb
         record.epsilon = dict(sorted(self._epsilon.items()))
         self.clock.write(record.seconds, max(1, min(self._workers, len(record.asked))))
