@@ -746,8 +746,8 @@ def test_texts_show_no_row(run, tmp_path):
     [
         ("", "site.toml: num-classes: expected an integer from 2 to 65536, got 0"),
         ("num-classes = 10", "site.toml: shape: expected the shape of a sample, such as"),
-        ("num-classes = 10\nshape = 8", "site.toml: shape: expected the shape"),
-        ("num-classes = true\nshape = [8]", "num-classes: expected an integer from 2"),
+        ("num-classes = 10\nshape = [-1]", r"site.toml: shape': expected .* got \[-1\]"),
+        ("num-classes = true\nshape = [8]", "num-classes': expected integer .* got True"),
         ("classes = 10", "site.toml: classes: unknown setting, expected one of num-classes, shape"),
         ("test-fraction = 2", "site.toml: data.test-fraction': expected number"),
         ("num-classes =", "site.toml: not valid TOML"),
@@ -757,7 +757,7 @@ def test_a_declaration_that_cannot_be_used_is_one_line(text, message, tmp_path):
     site(tmp_path / "site", declared=text)
     with pytest.raises((DataError, SettingsError)) as caught:
         Declaration.from_files(f"npz:{tmp_path / 'site'}", 10**6)
-    assert message in str(caught.value)
+    assert re.search(message, str(caught.value))
     assert "\n" not in str(caught.value)
 
 

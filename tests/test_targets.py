@@ -465,7 +465,8 @@ def test_arrays_have_the_unit_of_a_schema_in_another_notation(tmp_path):
     assert done.exit_code == 0, done.output
     x, y = pulses(12)
     np.savez(tmp_path / "train.npz", x=x, y=y)
-    data = site_data(f"signal:{tmp_path}", spec=spec(), classes=0, name="site-a")
+    data = site_data(f"signal:{tmp_path}", spec=spec(), classes=1, name="site-a")
+    assert data.format.classes == ("size",)
     both = np.concatenate([data.train.y.numpy(), data.test.y.numpy()])[:, 0]
     numbers = np.arange(12) + 0.5
     wanted = np.sort((y - numbers.mean()) / numbers.std())

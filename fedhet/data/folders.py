@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, nearest, one_line
 from fedhet.data.dataset import UNKNOWN, Dataset, Format, Split
 from fedhet.data.rows import Table, Values, find_rows, missing_column_error, read_table
@@ -339,8 +340,8 @@ def _infer_schema(path: Path, root: Path, table: Table, spec: DataSpec) -> Table
     return infer_targets(table, spec.replace(target=target), declared=declared)
 
 
-def read_folder(root: Path, files: Files, spec: DataSpec) -> Dataset:
-    """Read a directory of images or texts, with class directories or label tables.
+def read_folder(place: str, spec: DataSpec, files: Files) -> Dataset:
+    """Read the directory `place` of images or texts, with class directories or label tables.
 
     In a simulation, each class must have a sample. A site may lack samples of some classes if it
     states the names of all classes.
@@ -349,6 +350,7 @@ def read_folder(root: Path, files: Files, spec: DataSpec) -> Dataset:
         DataError: If the layout, a label table, or a file is invalid.
         SettingsError: If `data.by` is unsupported.
     """
+    root = expanded(place)
     if not root.is_dir():
         raise DataError(f"{root}: directory not found")
     parts = {part: root / part for part in (TRAIN, TEST) if (root / part).is_dir()}
@@ -382,32 +384,41 @@ def read_folder(root: Path, files: Files, spec: DataSpec) -> Dataset:
         fault = f"test {files.noun} must be labeled. Move them into {parts[TRAIN] / UNLABELED}."
         raise DataError(f"{unlabeled[0]}: {fault}")
     walk.warn(root)
-    train, task = rows[TRAIN], schema.task_object
+    if rows[TRAIN].unlabeled and spec.expected is None:
+        LOG.warning(
+            "%s: %d %s without a class are used only at sites. In a simulation, data.labeled-alpha "
+            "hides the labels of other samples.",
+            place, len(rows[TRAIN].unlabeled), files.noun,
+        )  # fmt: skip
+    return _read_samples(rows, files, spec, schema)
+
+
+def _read_samples(
+    rows: Mapping[str, _Rows], files: Files, spec: DataSpec, schema: TableSchema
+) -> Dataset:
+    """Read the files and the targets of all parts."""
+    expected, train, task = spec.expected or Expected(), rows[TRAIN], schema.task_object
     targets, owned = read_targets(schema, train.table), train.table.owners()
     # Draw the subset first, so that no other files are read.
-    strata = task.strata(targets, schema.outputs)[1]
-    drawn = spec.draw_samples(strata)
-    like = expected.shape if files.kind is IMAGE else ()
-    x = files.read([train.paths[row] for row in drawn], spec, like or None)
+    drawn = spec.draw_samples(task.strata(targets, schema.outputs)[1])
+    like = expected.shape if files.kind is IMAGE and expected.shape else None
+    x = files.read([train.paths[row] for row in drawn], spec, like)
     if owned:
         owned["groups"] = owned["groups"][drawn]
 
     def split(paths: Sequence[str], y: Tensor) -> Split:
         return Split(files.read(paths, spec, tuple(x.shape[1:])), y)
 
-    test, unlabeled_split = None, None
+    test, unlabeled = None, None
     if TEST in rows:
         test = split(rows[TEST].paths, read_targets(schema, rows[TEST].table))
     if expected.reads_unlabeled and train.unlabeled:
-        unlabeled_split = split(train.unlabeled, torch.full((len(train.unlabeled),), UNKNOWN))
-    is_classification = isinstance(task, Classification)
+        unlabeled = split(train.unlabeled, torch.full((len(train.unlabeled),), UNKNOWN))
+    stored = None if isinstance(task, Classification) else schema
+    described = Format.from_samples(
+        x, schema.outputs, files.kind, shape=files.shape(spec), schema=stored
+    )
     return Dataset(
-        spec.dataset, Split(x, targets[drawn]), test,
-        Format.from_samples(
-            x, schema.outputs, files.kind, shape=files.shape(spec),
-            schema=None if is_classification else schema,
-        ),
-        unlabeled=unlabeled_split,
-        num_unlabeled=len(train.unlabeled),
-        **owned,
+        spec.dataset, Split(x, targets[drawn]), test, described, unlabeled=unlabeled,
+        num_unlabeled=len(train.unlabeled), **owned,
     )  # fmt: skip

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
-from fedhet.data.dataset import ClientData, Format
+from fedhet.data.dataset import ClientData, Dataset, Format, Split
 from fedhet.data.folders import CLASSES_FILE
 from fedhet.data.partition import hold_out, hold_out_validation
 from fedhet.data.schemas import SCHEMA, find_schema
@@ -24,7 +25,7 @@ from fedhet.data.store import read_source
 from fedhet.data.texts import text_sample_shape
 from fedhet.kinds import TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
-from fedhet.settings.schema import build, invalid_setting, kebab
+from fedhet.settings.schema import CountOrNone, Listed, Schema, build, invalid_setting, kebab
 from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
@@ -45,6 +46,14 @@ _DECLARE = (
     f"A site with 'peers' or 'privacy' declares its data in {DECLARATION}, for example with the "
     "lines 'num-classes = 10' and 'shape = [3, 32, 32]' (Privacy, 'Declaration of a private site')."
 )
+
+
+class _SiteFile(Schema):
+    """Settings of site.toml, in addition to those in `READING`."""
+
+    num_classes: int = Field(0, ge=0, le=MAX_CLASSES)
+    shape: Annotated[tuple[CountOrNone, ...], Listed] = Field((), max_length=4)
+    rows: int = Field(0, ge=2, le=MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -93,47 +102,39 @@ class Declaration:
         schema = find_schema(root, shared=True)
         if not path.exists() and not (schema and schema.columns):
             raise DataError(f"{path}: file not found. {_DECLARE}")
-        number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
-        names = schema.outputs if schema else _read_class_names(root, None)
-        rows = declared.pop("rows", None)
-        if rows is not None and (type(rows) is not int or not 2 <= rows <= MAX_ROWS):
-            rule = f"expected an integer from 2 to {MAX_ROWS}"
-            raise DataError(f"{path}: rows: {rule}, got {rows!r}. {_DECLARE}")
-        for name in declared.keys() - {kebab(each) for each in READING}:
-            known = ", ".join(["num-classes", "shape", "rows", *map(kebab, READING)])
-            raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
+        known = [*map(kebab, (*_SiteFile.model_fields, *READING))]
+        if unknown := [name for name in declared if name not in known]:
+            rule = f"expected one of {', '.join(known)}"
+            raise DataError(f"{path}: {unknown[0]}: unknown setting, {rule}")
+        stated = {name: declared.pop(name) for name in _SiteFile.fields() if name in declared}
+        own = build(_SiteFile, stated, prefix=f"{path}: ")
         table = build(DataSettings, declared, prefix=f"{path}: data.")
-        own = {
+        names = schema.outputs if schema else _read_class_names(root, None)
+        changes = {
             "max_bytes": max_bytes,
             "task": schema.task if schema else table.task,
             "validation_fraction": table.validation,
         }
         spec = DataSpec.model_construct(
-            **dict(table.model_copy(update=own)), clients=1, seed=FIXED_SEED
+            **dict(table.model_copy(update=changes)), clients=1, seed=FIXED_SEED
         )
-        low = find_task(spec.task).min_outputs
-        outputs = (0, len(names)) if names else ()
-        if type(number) is not int or not (low <= number <= MAX_CLASSES or number in outputs):
-            rule = f"expected an integer from {low} to {MAX_CLASSES}"
-            raise DataError(f"{path}: num-classes: {rule}, got {number!r}. {_DECLARE}")
-        if names and number not in (0, len(names)):
+        if names and own.num_classes not in (0, len(names)):
             where = root / (SCHEMA if schema else CLASSES_FILE)
-            rule = f"expected {len(names)}, the number of classes in {where}, got {number}"
+            rule = f"expected {len(names)}, the number of classes in {where}, got {own.num_classes}"
             raise DataError(f"{path}: num-classes: {rule}. Correct one of the two files.")
+        names = names or tuple(map(str, range(own.num_classes)))
+        if len(names) < (low := find_task(spec.task).min_outputs):
+            rule = f"expected an integer from {low} to {MAX_CLASSES}"
+            raise DataError(f"{path}: num-classes: {rule}, got {own.num_classes}. {_DECLARE}")
+        kind, shape = kind_of_arrays(own.shape, source.kind), own.shape
         if schema and schema.columns:
-            sample_shape: Shape = (sum(schema.widths),)
-            kind = TABLE
+            kind, shape = TABLE, (sum(schema.widths),)
         elif source.kind is TEXT:
-            kind, sample_shape = TEXT, text_sample_shape(spec)
-        else:
-            sample_shape = tuple(shape) if isinstance(shape, list) else ()
-            kind = kind_of_arrays(sample_shape, source.kind)
-        sizes: list[Any] = list(sample_shape)
-        if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
+            shape = text_sample_shape(spec)
+        if not shape:
             rule = "expected the shape of a sample, such as [3, 32, 32]"
-            raise DataError(f"{path}: shape: {rule}, got {shape!r}. {_DECLARE}")
-        names = names or tuple(map(str, range(number)))
-        return cls(str(path), spec, names, kind, sample_shape, rows or 0)
+            raise DataError(f"{path}: shape: {rule}, got {list(shape)}. {_DECLARE}")
+        return cls(str(path), spec, names, kind, shape, own.rows)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -259,8 +260,7 @@ def site_data(
     Raises:
         DataError: If the data is invalid or has too few samples.
     """
-    root, task = directory_of(dataset, spec), find_task(spec.task)
-    is_classification = task is Classification
+    root, is_classification = directory_of(dataset, spec), find_task(spec.task) is Classification
     if root is not None and not root.is_dir():
         raise DataError(f"{root}: directory not found (data of {name})")
     if classes < 2 and is_classification:
@@ -273,20 +273,42 @@ def site_data(
             f"{root / SCHEMA}: file not found, expected the scale of the targets, which all sites "
             f"share (data.task = {spec.task!r}). Create it with `fedhet schema`."
         )
-    names: tuple[str, ...] = ()
+    expected = Expected(classes, reads_unlabeled=unlabeled)
+    if declared is not None:
+        expected = replace(expected, shape=declared.shape)
     if is_classification:
         names = declared.names if declared else _read_class_names(root, classes)
-    shape = declared.shape if declared else ()
-    expected = Expected(classes, names, shape, reads_unlabeled=unlabeled)
-    own = {"by": "", "max_samples": 0, "exclude": (), "expected": expected}
-    data = read_source(spec.replace(dataset=dataset, **own))
-    described, train, test = data.format, data.train, data.test
+        expected = replace(expected, classes=names)
+    ignored = {"by": "", "max_samples": 0, "exclude": ()}
+    data = read_source(spec.replace(dataset=dataset, expected=expected, **ignored))
+    described, source = data.format, declared.path if declared else dataset
     expected.check_outputs(len(described.classes), dataset, root or Path())
+    if described.shape != (expected.shape or described.shape):
+        rule = f"expected the shape of the data, {list(described.shape)}"
+        raise DataError(f"{source}: shape: {rule}, got {list(expected.shape)}. Correct it.")
     if data.parts is not None or data.groups is not None:
         raise DataError(
             f"{dataset}: expected the data of one site, got one file for each client. Set data to "
             "the directory or file of this site."
         )
+    train, test, validation = _held_out(data, spec, dataset, name)
+    # The label space of a site contains the classes of its samples; the run may have more classes.
+    space = tuple(range(len(described.classes)))
+    if is_classification and declared is None:
+        space = tuple(torch.unique(torch.cat([data.train.y, test.y])).tolist())
+    unlabeled_split, num_unused = data.unlabeled, 0 if unlabeled else data.num_unlabeled
+    if unlabeled_split is None and (num_unused or declared):
+        unlabeled_split = train.take(torch.arange(0))
+    return ClientData(
+        name, described, train, test, None, space, validation, unlabeled_split, num_unused
+    )
+
+
+def _held_out(
+    data: Dataset, spec: DataSpec, dataset: str, name: str
+) -> tuple[Split, Split, Split | None]:
+    """Return a site's training, test, and validation samples, of which it may have none."""
+    train, test = data.train, data.test
     if test is None:
         if not spec.test_fraction:
             raise no_test_error(dataset, spec)
@@ -297,34 +319,16 @@ def site_data(
             f"{dataset}: expected at least 2 training samples and 1 test sample, got {len(train)} "
             f"and {len(test)}"
         )
-    # The label space of a site contains the classes of its samples; the run may have more classes.
-    space = tuple(range(len(described.classes)))
-    if is_classification and declared is None:
-        space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
-    train_rows, rows = hold_out_validation(described.strata(train.y), spec, name)
-    validation = train.take(rows) if len(rows) else None
-    if validation is not None:
-        train = train.take(train_rows)
-    elif spec.validation:
+    train_rows, rows = hold_out_validation(data.format.strata(train.y), spec, name)
+    if len(rows):
+        return train.take(train_rows), test, train.take(rows)
+    if spec.validation:
         LOG.warning(
             "%s: no validation samples, because data.validation-fraction = %g of %d training "
             "samples is less than one sample",
             name, spec.validation, len(train),
         )  # fmt: skip
-    unlabeled_split = data.unlabeled
-    if data.num_unlabeled and not unlabeled:
-        unlabeled_split = train.take(torch.arange(0))
-    if declared is not None:
-        if described.shape != declared.shape:
-            rule = "expected the shape of the data"
-            got = f"{list(described.shape)}, got {list(declared.shape)}"
-            raise DataError(f"{declared.path}: shape: {rule}, {got}. Correct it.")
-        if unlabeled_split is None:
-            unlabeled_split = train.take(torch.arange(0))
-    num_unused = 0 if unlabeled else data.num_unlabeled
-    return ClientData(
-        name, described, train, test, None, space, validation, unlabeled_split, num_unused
-    )
+    return train, test, None
 
 
 def directory_of(dataset: str, spec: DataSettings) -> Path | None:

@@ -31,7 +31,7 @@ from fedhet.base.arrays import read_header
 from fedhet.base.disk import expanded, load_npz
 from fedhet.base.errors import DataError, SettingsError, describe_error, one_line
 from fedhet.data.dataset import Dataset, Format, Source, Split
-from fedhet.data.folders import PARTS, TEST, TRAIN, Files, is_ignored, read_folder
+from fedhet.data.folders import PARTS, TEST, TRAIN, is_ignored, read_folder
 from fedhet.data.images import IMAGES
 from fedhet.data.rows import ENDINGS, TEXT_ENDINGS, Table, find_rows, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
@@ -47,6 +47,8 @@ LOG = logging.getLogger("fedhet")
 MAX_CLASSES = 65_536
 _BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
 Arrays = dict[str, npt.NDArray[Any]]
+_MIN_TRAIN = 2
+"""Minimum number of training samples of a client."""
 
 
 # --- arrays ---------------------------------------------------------------------------------------
@@ -215,57 +217,53 @@ def read_npz(place: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """
     root = expanded(place)
     kind = KINDS[spec.sample_kind] if kind is IMAGE and spec.sample_kind != "auto" else kind
-    first = root / "train.npz"
-    is_single = first.exists()
-    if not (is_single or (root / TRAIN).is_dir()):
-        raise DataError(
-            f"{first}: file not found, expected this file, or one file for each client, such as "
-            f"{root / TRAIN / '0.npz'}"
-        )
-    if is_single:
-        files = {"train": [first], "test": [path] if (path := root / "test.npz").exists() else []}
-    else:
-        check_no_subset(spec)
-        if spec.by:
-            raise SettingsError(
-                f"data.by must be empty if {root} has one file per client and no {first.name}, got "
-                f"{spec.by!r}"
-            )
-        files = _client_files(root)
-    common = root / "common.npz"
-    others = [] if is_single or not common.exists() else [common]
-    expected = spec.expected or Expected()
+    files, is_single = _npz_files(root, spec)
+    first, expected = files[TRAIN][0], spec.expected or Expected()
+    targets = ((path, read_arrays(path, ("y",), spec)["y"]) for path in files[TRAIN])
     declared = find_schema(root, shared=spec.expected is not None)
-    targets = ((path, read_arrays(path, ("y",), spec)["y"]) for path in files["train"])
     schema = infer_array_targets(root, targets, spec, declared)
     splits: dict[Path, Split] = {}
-    for path in [*files["train"], *files["test"], *others]:
+    for part, path in [(part, path) for part, paths in files.items() for path in paths]:
         arrays = read_arrays(path, ("x", "y"), spec)
         classes = expected.outputs or MAX_CLASSES
         splits[path] = split = make_split(arrays["x"], arrays["y"], path, kind, classes, schema)
         check_max_bytes(sum(each.x.nbytes + each.y.nbytes for each in splits.values()), spec, root)
-        check_same_form(splits[files["train"][0]], split, files["train"][0].name, path)
-        min_samples = 1 if is_single or path.parent.name != "train" else _MIN_TRAIN
+        check_same_form(splits[first], split, first.name, path)
+        min_samples = _MIN_TRAIN if part == TRAIN and not is_single else 1
         if len(split) < min_samples:
             raise DataError(f"{path}: expected at least {min_samples} samples, got {len(split)}")
-    parts = [[splits[path] for path in files[part]] for part in ("train", "test")]
-    names = expected.classes or tuple(map(str, range(expected.outputs)))
+    names: tuple[str, ...] = ()
     if schema is None:
+        names = expected.classes or tuple(map(str, range(expected.outputs)))
         names = names or numbered_classes(splits.values())
-    x = parts[0][0].x
-    described = Format.from_samples(
-        x, names, kind_of_arrays(tuple(x.shape[1:]), kind), schema=schema
-    )
+    x = splits[first].x
+    form = kind_of_arrays(tuple(x.shape[1:]), kind)
+    described = Format.from_samples(x, names, form, schema=schema)
+    train, test = ([splits[path] for path in files[part]] for part in (TRAIN, TEST))
     if is_single:
-        train, test = parts[0][0], next(iter(parts[1]), None)
-        return Dataset(spec.dataset, train, test, described, **_owners(first, len(train), spec))
-    return concatenate_clients(
-        spec.dataset, list(zip(*parts, strict=True)), splits.get(common), described
-    )
+        owned, common = _owners(first, len(train[0]), spec), next(iter(test), None)
+        return Dataset(spec.dataset, train[0], common, described, **owned)
+    common = splits.get(root / "common.npz")
+    return concatenate_clients(spec.dataset, list(zip(train, test, strict=True)), common, described)
 
 
-_MIN_TRAIN = 2
-"""Minimum number of training samples of a client."""
+def _npz_files(root: Path, spec: DataSpec) -> tuple[dict[str, list[Path]], bool]:
+    """Return the files of each part, and whether a single file has all training samples."""
+    single, test, common = root / "train.npz", root / "test.npz", root / "common.npz"
+    if single.exists():
+        return {TRAIN: [single], TEST: [test] if test.exists() else []}, True
+    if not (root / TRAIN).is_dir():
+        raise DataError(
+            f"{single}: file not found, expected this file, or one file for each client, such as "
+            f"{root / TRAIN / '0.npz'}"
+        )
+    check_no_subset(spec)
+    if spec.by:
+        raise SettingsError(
+            f"data.by must be empty if {root} has one file per client and no {single.name}, got "
+            f"{spec.by!r}"
+        )
+    return {**_client_files(root), "common": [common] if common.exists() else []}, False
 
 
 def _client_files(root: Path) -> dict[str, list[Path]]:
@@ -345,18 +343,6 @@ def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
 
 
 # --- trees, tables, and texts ---------------------------------------------------------------------
-
-
-def read_files(place: str, spec: DataSpec, files: Files) -> Dataset:
-    """Read a directory of images or texts as a dataset. Raises DataError if it is invalid."""
-    dataset = read_folder(expanded(place), files, spec)
-    if dataset.num_unlabeled and spec.expected is None:
-        LOG.warning(
-            "%s: %d %s without a class are used only at sites. In a simulation, data.labeled-alpha "
-            "hides the labels of other samples.",
-            place, dataset.num_unlabeled, files.noun,
-        )  # fmt: skip
-    return dataset
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
@@ -461,7 +447,7 @@ def read_own_texts(place: str, spec: DataSpec) -> Dataset:
     _, train, test = _located(place, TEXT_ENDINGS)
     if train is not None:
         return read_texts(train, test, spec)
-    return read_files(place, spec, TEXTS)
+    return read_folder(place, spec, TEXTS)
 
 
 def read_next_tokens(place: str, spec: DataSpec) -> Dataset:
@@ -477,7 +463,7 @@ SOURCES = (
     Source(
         "imagefolder",
         "images: PATH[/train|/test]/CLASS/FILE, or with a label table (labels.csv)",
-        lambda place, spec: read_files(place, spec, IMAGES),
+        partial(read_folder, files=IMAGES),
         "PATH",
         is_mapped=True,
         owners="imagefolder:PATH",

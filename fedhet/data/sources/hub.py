@@ -128,6 +128,9 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
             else:
                 _check_files(where, subset, root)
                 splits = {"train": federated.load_split("train")}
+                for part in TESTS:
+                    with contextlib.suppress(ValueError):  # Skip missing splits.
+                        splits[part] = federated.load_split(part)
         except DataError:
             raise
         except Exception as error:  # The libraries raise many exception types.
@@ -138,9 +141,6 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
                 also = "" if place.path else " or downloaded"
                 message = f"cannot be read{also} ({fault})"
             raise DataError(f"data.dataset = 'hf:{name}': {message}") from error
-        for part in () if is_saved else TESTS:
-            with contextlib.suppress(ValueError):  # Skip missing splits.
-                splits[part] = federated.load_split(part)
     # Disable decoding, because the library's decoder would open any path.
     for part, rows in splits.items():
         for column in [key for key, kind in rows.features.items() if isinstance(kind, Image)]:
