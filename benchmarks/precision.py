@@ -48,7 +48,7 @@ def round_seconds(
         }
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        run, data = Path(folder) / "run", RunData.of(config.run)
+        run, data = Path(folder) / "run", RunData.for_run(config.run)
         parts = components(config, run, workers=1, watchers=[times], data=data)
         run_inline(config, data, Path(folder) / "state", parts, print)
     return float(median(np.diff(times.at[1:])))

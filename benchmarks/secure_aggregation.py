@@ -95,7 +95,7 @@ def round_of(sites: int, values: int, lost: int, directory: Path) -> Cost:
         info = ClientInfo(name, "cnn2", weights[name], 10, "image", (1, 8, 8))
         node = Node(
             name, k, "", "cnn2", config.run.training, "cpu", directory / "sites",
-            RunData.of(config.run), peers=peers, peers_key=keys[name],
+            RunData.for_run(config.run), peers=peers, peers_key=keys[name],
         )  # fmt: skip
         members[name] = Site(Masking(config, node, info), info, info.samples, k)
     shapes = {

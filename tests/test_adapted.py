@@ -56,10 +56,10 @@ def trained(model):
 
 
 def test_name_contains_rank_and_scale():
-    assert AdapterName.of("encoder-2-lora8:minilm") == AdapterName(2, 8, 2.0, "minilm")
-    assert AdapterName.of("encoder-1-lora16-scale0.5:vit") == AdapterName(1, 16, 0.5, "vit")
+    assert AdapterName.parse("encoder-2-lora8:minilm") == AdapterName(2, 8, 2.0, "minilm")
+    assert AdapterName.parse("encoder-1-lora16-scale0.5:vit") == AdapterName(1, 16, 0.5, "vit")
     for other in ("encoder-1:minilm", "encoder-1-frozen:minilm", "mlp", "encoder-1-lora0:minilm"):
-        assert AdapterName.of(other) is None
+        assert AdapterName.parse(other) is None
         assert (rank_of(other), without_rank(other)) == (0, other)
     assert without_rank("encoder-1-lora8:b") == without_rank("encoder-1-lora2-scale2:b")
     assert without_rank("encoder-1-lora8:b") != without_rank("encoder-1-lora8-scale1:b")

@@ -270,7 +270,7 @@ FEW = {**QUICK, "min-samples": 2}
 
 def run_data(found):
     """Return the data that the settings of a result name."""
-    return RunData.of(resolve(dict(found.settings)).run)
+    return RunData.for_run(resolve(dict(found.settings)).run)
 
 
 class Counted(torch.utils.data.Dataset):

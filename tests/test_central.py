@@ -83,7 +83,7 @@ def test_central_equals_local_with_one_client(tmp_path, recipe):
 
 def by_hand(config):
     """Return the samples of all clients, concatenated."""
-    store, parts = RunData.of(config.run), []
+    store, parts = RunData.for_run(config.run), []
     for k in range(config.run.clients):
         data = store.client(k)
         parts.append(labeled_parts(data, config.run.data, config.run.seed, data.name)[0])
@@ -97,7 +97,7 @@ def test_trainer_has_the_selected_data(tmp_path, data, alpha):
     config = federation(**changes)
     client = trainer_of(Server(config, tmp_path))
     x, y = by_hand(config)
-    public = RunData.of(config.run).public_set(
+    public = RunData.for_run(config.run).public_set(
         client.info.kind, client.info.shape, client.info.classes
     )
     if data != "clients":
@@ -113,7 +113,7 @@ def test_test_samples_are_not_trained_on(tmp_path):
     config = federation()
     server = Server(config, tmp_path)
     seen = {row.numpy().tobytes() for row in trainer_of(server).x}
-    store = RunData.of(config.run)
+    store = RunData.for_run(config.run)
     for k in range(3):
         test = store.client(k).test
         fresh = [row.numpy().tobytes() not in seen for row in test.x]

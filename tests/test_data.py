@@ -349,7 +349,7 @@ def test_a_spec_is_its_values() -> None:
     assert (other.seed, DIGITS.seed) == (3, 0)
     assert (other, hash(other)) == (DataSpec(clients=8, seed=3), hash(DataSpec(clients=8, seed=3)))
     resolved = other.replace(validation_fraction=0.0)
-    assert DataSpec.of(resolve({"clients": 8, "seed": 3}).run) == resolved != DIGITS
+    assert DataSpec.for_run(resolve({"clients": 8, "seed": 3}).run) == resolved != DIGITS
     with pytest.raises(ValidationError, match="frozen"):
         other.seed = 4  # type: ignore[misc]
     with pytest.raises(ValidationError, match="sed"):

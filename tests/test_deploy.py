@@ -210,7 +210,7 @@ def deployed_with_tables(simulated, table, config, root):
 
 def deployed_with_schema(simulated, folders, config, root, kind="table", form="table"):
     """Deploy `config` on three sites with the schema of a simulation, and return the summary."""
-    dataset = RunData.of(simulated.run).dataset
+    dataset = RunData.for_run(simulated.run).dataset
     with LocalDeployment(root / "deployment", nodes=3) as deployment:
         deployment.stop("site-0", "site-1", "site-2")  # started with partitions
         for k, folder in enumerate(folders):
@@ -247,7 +247,7 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     assert (
         predictions[0].classes
         == predictions[1].classes
-        == RunData.of(simulated.run).dataset.format.classes
+        == RunData.for_run(simulated.run).dataset.format.classes
     )
     other = (deployed / "schema.toml").read_text().replace("mean = ", "mean = 1", 1)
     (deployed / "schema.toml").write_text(other)
@@ -276,7 +276,7 @@ def test_sites_with_images_and_label_tables_give_the_numbers_of_a_simulation(tmp
     folders = [tmp_path / "sites" / str(k) for k in range(3)]
     for k, folder in enumerate(folders):
         for part, index in zip(
-            ("train", "test"), RunData.of(simulated.run).split_rows(k)[:2], strict=True
+            ("train", "test"), RunData.for_run(simulated.run).split_rows(k)[:2], strict=True
         ):
             (folder / part).mkdir(parents=True)
             for row in index:
@@ -359,7 +359,7 @@ def site_folders(everyone, config, root):
         folder = root / f"{k}"
         folder.mkdir(parents=True)
         (folder / "classes.txt").write_text("\n".join(sorted({row[1] for row in rows})))
-        own = RunData.of(config.run).split_rows(k)
+        own = RunData.for_run(config.run).split_rows(k)
         for part, places in zip(("train", "test"), own, strict=True):
             with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
                 written = csv.writer(file)

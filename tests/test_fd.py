@@ -242,7 +242,7 @@ def test_regularizer_has_gradients_only_for_the_student():
     rng = np.random.default_rng(1)
     logits = torch.tensor(rng.normal(size=(6, 4)), dtype=torch.float32, requires_grad=True)
     probabilities = softmax(rng.normal(size=(2, 4))).astype(np.float32)
-    teacher = Teacher.of(
+    teacher = Teacher.from_tensors(
         np.array([0, 2]), np.log(probabilities), np.log(probabilities), 4, torch.device("cpu")
     )
     labels = torch.tensor([0, 1, 2, 2, 3, 0])

@@ -324,7 +324,7 @@ def test_every_client_evaluates_the_current_average(tmp_path):
     """Clients that were not sampled also evaluate; the average is read from the checkpoint."""
     config = federation("fedavg", models="mlp", clients=4, fraction=0.25, rounds=3)
     run(config, tmp_path / "run")
-    model, common = build("mlp", (1, 8, 8), 10, seed=0), RunData.of(config.run).common_test
+    model, common = build("mlp", (1, 8, 8), 10, seed=0), RunData.for_run(config.run).common_test
     for record in records(tmp_path / "run")[-2:]:
         assert len(record["answered"]) == 1
         assert record["bytes_evaluation"] > 3 * record["bytes_down"]

@@ -224,7 +224,7 @@ def test_server_equals_the_paper(tmp_path, changes, parts):
     config = fedgems(**chosen)
     server = Server(config, tmp_path / "run")
     strategy, own = server.strategy, config.method_settings.flat()
-    public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(config.run).public_set("image", (1, 8, 8), 10)
     paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()
     for number in (1, 2, 3):
@@ -301,7 +301,7 @@ def test_clients_send_logits_for_requested_samples(tmp_path):
             client = client_of(proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
-                own = model(RunData.of(client.run).public_set("image", (1, 8, 8), 10).x[rows])
+                own = model(RunData.for_run(client.run).public_set("image", (1, 8, 8), 10).x[rows])
             found = reply_of(result).tensors["logits"]
             np.testing.assert_allclose(found, own, rtol=1e-4, atol=1e-5)
         assert server.flower.state.record.method["upload_ratio"] == len(rows) / 60
@@ -554,10 +554,10 @@ def client_by_the_paper(client, model, number, teacher, epsilon):
                 (sum(losses) / len(losses)).backward()
                 adam.step()
 
-    public = RunData.of(client.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(client.run).public_set("image", (1, 8, 8), 10)
     if teacher is not None:
         epochs(public.x, public.y, teacher, "public", client.settings.public_epochs, epsilon)
-    own = RunData.of(client.run).client(0).train
+    own = RunData.for_run(client.run).client(0).train
     epochs(own.x, own.y, None, "batches", settings.local_epochs, epsilon)
     return model
 
@@ -569,7 +569,7 @@ def test_client_equals_algorithm_1(tmp_path, taught, epsilon):
     client = opened(
         tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon, "fedgems.public-epochs": 2}
     )
-    public = RunData.of(client.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(client.run).public_set("image", (1, 8, 8), 10)
     count, start = len(public), copy.deepcopy(client.models["private"])
     teacher = 3 * torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
     wanted = np.arange(count) % 3 == 0
@@ -628,7 +628,7 @@ def test_public_samples_belong_to_no_client(tmp_path):
     public = rows_of(server.strategy.x)
     assert len(public) == 60
     for number in range(4):
-        data = RunData.of(server.strategy.run).client(number)
+        data = RunData.for_run(server.strategy.run).client(number)
         assert not public & (rows_of(data.train.x) | rows_of(data.test.x) | rows_of(data.common.x))
 
 
@@ -636,8 +636,8 @@ def test_public_samples_belong_to_no_client(tmp_path):
 def test_site_with_a_public_sample_raises(tmp_path, part):
     """The public fraction is from the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
-    public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
-    owned = RunData.of(config.run).client(0).train
+    public = RunData.for_run(config.run).public_set("image", (1, 8, 8), 10)
+    owned = RunData.for_run(config.run).client(0).train
     for name in ("train", "test"):
         of = public if name == part else owned
         np.savez(tmp_path / f"{name}.npz", x=of.x.numpy()[:20], y=of.y.numpy()[:20])
@@ -663,7 +663,7 @@ def test_server_model_is_evaluated_as_kind_server(tmp_path):
         server.play(number)
         server.close(number)
     strategy = server.strategy
-    common = RunData.of(strategy.run).common_test
+    common = RunData.for_run(strategy.run).common_test
     with torch.no_grad():
         right = strategy.learner.model.eval()(common.x).argmax(1) == common.y
     found = server.flower.state.record.accuracy["common"]["server"]

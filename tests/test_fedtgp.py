@@ -318,7 +318,7 @@ def batch(seed, samples=9, width=5):
 
 def taught(known, classes=6):
     features = np.stack(list(known.values()))
-    return Teacher.of(np.array(list(known)), features, None, classes, torch.device("cpu"))
+    return Teacher.from_tensors(np.array(list(known)), features, None, classes, torch.device("cpu"))
 
 
 @given(st.integers(0, 2**31))

@@ -121,7 +121,7 @@ def teacher_of(entries, classes=5, width=7):
     present = np.array(sorted(entries), dtype=np.int64)
     features = np.array([entries[y][0] for y in sorted(entries)], np.float32).reshape(-1, width)
     logits = np.array([entries[y][1] for y in sorted(entries)], np.float32).reshape(-1, classes)
-    return Teacher.of(present, features, logits, classes, CPU)
+    return Teacher.from_tensors(present, features, logits, classes, CPU)
 
 
 @pytest.mark.parametrize("known", [(0, 1, 2, 3, 4), (1, 3), ()])

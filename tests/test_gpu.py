@@ -309,7 +309,7 @@ def test_training_memory_is_estimated(gpu, name):
 def test_gpu_fraction_is_chosen_if_unset(gib, share):
     """CUDA itself uses half a GiB in each process."""
     config = on_gpu("fedtype")
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     with pretended(memory=gib * 2**30):
         assert with_gpu_share(config, data).run.engine.gpus_per_client == share
         several = on_gpu("fedtype", batch_size=[8, config.run.training.batch_size])

@@ -63,7 +63,7 @@ class Transcript:
         for name in NAMES:
             info = ClientInfo(name, "mlp", CAP, 10, "image", (1, 8, 8))
             node = Node(
-                name, 0, "", "mlp", config.run.training, "cpu", root, RunData.of(config.run),
+                name, 0, "", "mlp", config.run.training, "cpu", root, RunData.for_run(config.run),
                 peers=self.peers, peers_key=self.keys[name],
             )  # fmt: skip
             sites[name] = Masking(config, node, info)

@@ -37,7 +37,7 @@ class Sites(LocalDeployment):
 
     def __init__(self, root: Path, nodes: int, config) -> None:
         super().__init__(root, nodes, secure=True)
-        write_simulated(root, *peers_of(RunData.of(config.run)))
+        write_simulated(root, *peers_of(RunData.for_run(config.run)))
 
     def start_node(self, index: int, **options: object) -> None:
         peers, key = simulated_files(self.root, client_name(index, self.nodes))

@@ -257,7 +257,7 @@ def test_majority_class_is_recorded(tmp_path):
     config = small("local", clients=3, rounds=1, **{"data.partition": "dirichlet"})
     run(config, tmp_path)
     (record,) = records(tmp_path)
-    store = RunData.of(config.run)
+    store = RunData.for_run(config.run)
     for number in range(3):
         own = store.client(number)
         for protocol, split in (("personal", own.test), ("common", own.common)):
@@ -273,7 +273,7 @@ def test_run_records_the_number_of_test_samples(method, server, tmp_path):
     tested = records(tmp_path)[-1]["tested"]
     names = [f"client-{k}" for k in range(4)]
     assert tested["common"] == dict.fromkeys([*names, *["server"] * server], 100)
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     assert tested["personal"] == {name: len(data.split_rows(k)[1]) for k, name in enumerate(names)}
     loaded = report.load_run(tmp_path)
     assert loaded.test_samples("common", "server" if server else "private") == pytest.approx(100)

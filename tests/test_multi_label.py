@@ -209,7 +209,7 @@ def test_samples_are_grouped_by_their_rarest_label():
 
 @pytest.mark.parametrize("rule", ["dirichlet", "iid", "shards", "classes"])
 def test_partitions_contain_each_row_once(table, rule):
-    data = RunData.of(config("local", table, **{"data.partition": rule}).run)
+    data = RunData.for_run(config("local", table, **{"data.partition": rule}).run)
     rows = np.concatenate([np.concatenate(data.split_rows(k)) for k in range(3)])
     assert np.array_equal(np.unique(rows), np.sort(rows))
     if rule != "classes":
@@ -492,7 +492,7 @@ def test_a_client_descends_the_loss(table, tmp_path):
              "training.local-epochs": 1, "rounds": 1}  # fmt: skip
     chosen = config("local", table, **plain)
     run(chosen, tmp_path / "run")
-    data = RunData.of(chosen.run).client(0)
+    data = RunData.for_run(chosen.run).client(0)
     from fedhet.models import build
 
     model = build("mlp", (4,), 3, kind="table", seed=chosen.run.seed).double().train()

@@ -357,7 +357,7 @@ def test_an_older_runs_test_samples_follow_from_its_dataset(
 def test_the_known_sizes_are_those_of_the_datasets() -> None:
     for name in ("digits", "breast-cancer"):
         run = resolve({"method": "local", "data.dataset": name}).run
-        assert len(RunData.of(run).common_test) == TEST_SAMPLES[name]
+        assert len(RunData.for_run(run).common_test) == TEST_SAMPLES[name]
 
 
 def test_an_unknown_number_of_test_samples_is_marked(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_digest_of_a_public_set_depends_only_on_samples_and_labels(tmp_path):
 @pytest.mark.parametrize("method", ["fedmd", "feddf", "cofed"])
 def test_server_with_another_public_set_than_a_site_raises(method, tmp_path):
     config = small(method, **fast(method))
-    shown = RunData.of(config.run).public_digest(*IMAGES)
+    shown = RunData.for_run(config.run).public_digest(*IMAGES)
     for digest in (shown, "0" * 16):
         server = Server(config, tmp_path / digest)
         infos = server.strategy.members
@@ -157,7 +157,7 @@ OF_PUBLIC_DATA = sorted(n for n in shipped_names() if find_method(n).spec.needs_
 
 @pytest.mark.parametrize("method", OF_PUBLIC_DATA)
 def test_public_set_with_a_test_sample_raises(method, tmp_path):
-    common = RunData.of(small(method).run).common_test
+    common = RunData.for_run(small(method).run).common_test
     for part in ("train", "test"):
         (tmp_path / "data" / part).mkdir(parents=True)
         np.savez(tmp_path / "data" / part / "0.npz", x=common.x.numpy(), y=common.y.numpy())
@@ -211,7 +211,7 @@ def test_two_sources_of_public_data_raise():
 def test_public_data_is_reserved_only_for_methods_that_need_it():
     def share(method, **said):
         named = {f"data.{name.replace('_', '-')}": value for name, value in said.items()}
-        return DataSpec.of(resolve({"method": method, **named}).run).public_fraction
+        return DataSpec.for_run(resolve({"method": method, **named}).run).public_fraction
 
     assert share("local") == share("felo") == 0
     assert share("local", public_fraction=0.3) == share("fedgems", public_fraction=0.3) == 0.3

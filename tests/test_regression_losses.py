@@ -629,7 +629,7 @@ def test_clients_alone_fit_regressors_and_predict_after_the_run(tmp_path):
     write(tmp_path / "data" / "test.csv", slice(300, None))
     config = on_table("local", tmp_path / "data", **{"models.pool": ["sk-svm", "sk-gam", "mlp"]})
     run(config, tmp_path / "run")
-    metrics, data = records(tmp_path / "run")[-1]["metrics"], RunData.of(config.run)
+    metrics, data = records(tmp_path / "run")[-1]["metrics"], RunData.for_run(config.run)
     columns = [NAMES.index(column.name) for column in data.dataset.format.schema.columns]
     x = np.float32((FEATURES - FEATURES[:300].mean(0)) / FEATURES[:300].std(0))[:, columns]
     for number, make in ((0, SVR), (1, Ridge)):

@@ -91,7 +91,7 @@ def test_sum_of_negative_zeros_keeps_its_sign():
 
 def test_only_weights_stay_on_disk(tmp_path):
     spool = ReplySpool(tmp_path, LIMIT, SENT)
-    with spool.read():
+    with spool.open_replies():
         message = payload({"weights/w": np.arange(6.0), "counts": np.array([1, 2])})
         envelope, knowledge, _ = spool.put("a", message).open()
         assert envelope.sender == "a"

@@ -164,7 +164,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
         answers += server.answers([(proxy, ins)])
     assert all("masked/0" in reply_of(result).tensors for _, result in answers)
     server.flower.aggregate_fit(2, answers, [])
-    lanes = config.method.spec.sums.of(config.method_settings)
+    lanes = config.method.spec.sums.for_run(config.method_settings)
     assert sum("is lost" in text for text in notices) == len(lanes), notices
     derived = "round 2: client-0 derived other keys than most clients"
     assert any(derived in text for text in notices), notices

@@ -103,7 +103,7 @@ def test_settings_are_frozen(table, name):
 
 def test_data_spec_copies_settings():
     values = {"clients": 3, "seed": 9, "data.partition": "iid", "data.alpha": 2.0}
-    spec = DataSpec.of(resolve({**values, "data.max-samples": 50}).run)
+    spec = DataSpec.for_run(resolve({**values, "data.max-samples": 50}).run)
     said = (spec.clients, spec.partition, spec.alpha, spec.seed, spec.max_samples)
     assert said == (3, "iid", 2.0, 9, 50)
     alike = DataSpec(

@@ -245,7 +245,7 @@ def two_cpus(monkeypatch):
 def backend_of(directory=Path("none"), **settings):
     values = {name.replace("__", ".").replace("_", "-"): each for name, each in settings.items()}
     config = resolve({"method": "felo", "clients": 4, "models.pool": ["mlp"], **values})
-    return choose_backend(config, RunData.of(config.run), directory)
+    return choose_backend(config, RunData.for_run(config.run), directory)
 
 
 def test_a_small_run_trains_in_this_process(two_cpus):
@@ -290,7 +290,7 @@ def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_
     )
     settings = {"rounds": 10, "training.local-epochs": 2, "models.pool": ["mlp", "cnn2"]}
     config = resolve({"method": "felo", "clients": 4, **settings}).replacing(resume=True)
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     train = sum(len(data.split_rows(client)[0]) for client in range(4))
     own = sum(len(data.split_rows(client)[1]) for client in range(4))
     (tmp_path / "metrics.jsonl").write_text("{}\n" * 3)

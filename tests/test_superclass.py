@@ -154,7 +154,7 @@ FINE = torch.arange(50_000) % 100
 @pytest.mark.parametrize("seed", [0, 4, 27, 30, 40])
 def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
     """With these seeds, up to 50 clients have one superclass of 2,500 samples."""
-    spec = DataSpec.of(resolve(read_preset(preset)).run).replace(seed=seed)
+    spec = DataSpec.for_run(resolve(read_preset(preset)).run).replace(seed=seed)
     names = tuple(map(str, range(20)))
     split = Split(torch.zeros(50_000, 1), FINE // 5)
     found = assign(
@@ -226,11 +226,11 @@ def test_the_settings_spell_it():
         "clients": 4, "data.partition": "superclasses", "data.superclasses": PAIRS,
         "data.label-space": [2, 3], "data.subclasses": 1, "data.samples-per-class": 9,
     }  # fmt: skip
-    spec = DataSpec.of(resolve(said).run)
+    spec = DataSpec.for_run(resolve(said).run)
     assert (spec.label_space, spec.subclasses, spec.samples_per_class) == ((2, 3), (1, 1), 9)
     own = {"subclasses": (1, 1), "samples_per_class": 9, "validation_fraction": 0.0}
     assert spec == DIGITS.replace(**own)
-    assert DataSpec.of(resolve({}).run).subclasses == "all"
+    assert DataSpec.for_run(resolve({}).run).subclasses == "all"
     for text, ends in (("6-8", (6, 8)), ("7", (7,)), ("1,1", (1, 1)), ("all", "all")):
         assert parse_pairs([f"subclasses={text}"]) == {"data.subclasses": ends}
     assert resolve({"data.subclasses": [7]}).run.data.subclasses == (7, 7)

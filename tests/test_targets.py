@@ -354,7 +354,7 @@ def test_each_kind_is_trained_and_predicted(kind, tmp_path):
     config = resolve({"method": "local", **SMALL, **settings})
     summary = run(config, tmp_path / "run")
     assert summary["metric"] == "rmse"
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     protocol = "personal" if kind == "npz" else "common"
     last = records(tmp_path / "run")[-1]["metrics"]["rmse"]
     for k in range(3):

@@ -842,14 +842,16 @@ def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):
         cells = line.split(",")
         moved.append(",".join([*cells[:-1], str(float(cells[-1]) * 10)]))
     other.write_text("\n".join(moved) + "\n")
-    data = RunData.of(on_table("fedmd", table, **{"data.public-dataset": f"table:{other}"}).run)
+    data = RunData.for_run(
+        on_table("fedmd", table, **{"data.public-dataset": f"table:{other}"}).run
+    )
     client = data.client(0)
     order = client.format.digest
     shape = tuple(data.dataset.format.shape)
     assert len(data.public_set("table", shape, None, order)) == 199
     with pytest.raises(DataError, match="targets must have the same names and scale"):
         data.public_set("table", shape, 1, order)
-    own = RunData.of(on_table("fedmd", table).run)
+    own = RunData.for_run(on_table("fedmd", table).run)
     assert len(own.public_set("table", shape, 1, order)) > 0
 
 

@@ -311,7 +311,7 @@ def test_records_hold_scores_in_the_unit_of_the_target(method, tmp_path):
     last = records(tmp_path / "run")[-1]
     assert list(last["metrics"]) == ["rmse", "mae", "r2"]
     name_of_run = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
-    data, mean, deviation = RunData.of(config.run), LENGTH[:300].mean(), LENGTH[:300].std()
+    data, mean, deviation = RunData.for_run(config.run), LENGTH[:300].mean(), LENGTH[:300].std()
     for number in range(3):
         node = read_node(
             {"partition-id": number, "num-partitions": 3},

@@ -247,7 +247,7 @@ def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
             "models.num-classes": 2,
         }
     )
-    simulated = RunData.of(run.run).client(0)
+    simulated = RunData.for_run(run.run).client(0)
     node = read_node(
         {"data": f"text:{site}", "name": simulated.name}, run.run, str(tmp_path / "state")
     )

@@ -86,8 +86,8 @@ def test_held_out_clients_only_evaluate_after_the_last_round(averaged):
 def test_samples_of_held_out_clients_are_unused(tmp_path):
     """The run equals a run of the other clients, whatever the held-out samples are."""
     unseen = draw_held_out(0.4, 5, 3)
-    store = RunData.of(small().run)
-    labeled, _ = RunData.of(small("central").run).pooled_parts()
+    store = RunData.for_run(small().run)
+    labeled, _ = RunData.for_run(small("central").run).pooled_parts()
     seen = [store.client(k).train for k in range(5) if k not in unseen]
     assert len(labeled) == sum(map(len, seen))
     assert torch.equal(labeled.x, torch.cat([split.x for split in seen]))
@@ -116,7 +116,7 @@ def test_unadapted_model_is_the_average_of_the_server(averaged):
     """The average is read from the checkpoint, and evaluated here."""
     file = max((averaged / "checkpoints").rglob("*.safetensors"))
     saved = {k.removeprefix("weights/"): v for k, v in load_file(file).items()}
-    store, last = RunData.of(small().run), records(averaged)[-1]["accuracy"]
+    store, last = RunData.for_run(small().run), records(averaged)[-1]["accuracy"]
     for name in held_back(averaged):
         data = store.client(int(name.rpartition("-")[2]))
         model = build("mlp", data.format.shape, len(data.format.classes), seed=3)

@@ -276,7 +276,7 @@ class Notices(Watcher):
 def test_every_kind_of_model_is_evaluated_on_validation_samples(method, tmp_path):
     config = small(method, validation_fraction=0.2)
     summary = run(config, tmp_path / "run")
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     for each in records(tmp_path / "run"):
         scores, tests = each["accuracy"]["validation"], each["accuracy"]["personal"]
         assert scores.keys() == tests.keys()
@@ -296,7 +296,7 @@ def test_validation_samples_are_never_trained_on(tmp_path):
     seen = []
 
     def watched(self, *args, **kwargs):
-        data = RunData.of(config.run).client(self.node.partition)
+        data = RunData.for_run(config.run).client(self.node.partition)
         held = {row.numpy().tobytes() for row in data.validation.x}
         assert not held & {row.cpu().numpy().tobytes() for row in self.samples.own.x}
         assert self.info.samples == len(data.train) == len(self.x)

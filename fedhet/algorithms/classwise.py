@@ -189,7 +189,7 @@ class Teacher(nn.Module):
         return self.features[labels]
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         present: Array,
         features: Array,

@@ -153,7 +153,7 @@ def partition_command(
         from fedhet.data.store import RunData
         from fedhet.runs.units import printable
 
-    data = RunData.of(complete(given).run)
+    data = RunData.for_run(complete(given).run)
     data.validate()
     owners = data.owners()
     rows = [

@@ -75,7 +75,7 @@ def client_fn(context: Context) -> Client:
         if context.run_config.get(CLIENTS) == FOLLOW and site.num_partitions:
             settings[CLIENTS] = site.num_partitions
         config = within_limits(resolve_flower(settings), site)
-        node = create_node(site, config.run, data=data_of(DataSpec.of(config.run)))
+        node = create_node(site, config.run, data=data_of(DataSpec.for_run(config.run)))
         node = dataclasses.replace(node, pool=str(context.run_config.get(POOL, "")))
     # The following code reads samples, and error messages must not depend on the samples.
     with redact_errors() if config.run.privacy.hides_samples else redact_paths(site):

@@ -100,7 +100,7 @@ class Masking:
             raise MaskingError("node-config 'peers': not set, expected a peers file")
         self._peers, self._key, self._name = node.peers, node.peers_key, node.name
         self._contract, self._settings = config.method.spec.replies, config.method_settings
-        self._sums = config.method.spec.sums.of(config.method_settings, config.run.data.task)
+        self._sums = config.method.spec.sums.for_run(config.method_settings, config.run.data.task)
         self._classes, self._weight = info.classes, node.peers.peer(node.name).weight
         self._is_site = node.is_site
         common = {k: v for k, v in config.flat().items() if k not in where_it_ran() | DIFFERS}

@@ -234,7 +234,7 @@ def create_node(
         peers=peers,
         peers_key=peers_key,
         is_site=not state_dir,
-        data=data or RunData.of(run),
+        data=data or RunData.for_run(run),
     )
 
 

@@ -347,7 +347,7 @@ class ClientRecord(BaseModel):
             training,
             device,
             state_dir,
-            data or RunData.of(config.run),
+            data or RunData.for_run(config.run),
         )
 
     def without_data(self, config: Config) -> ClientSamples:

@@ -95,7 +95,7 @@ class FedHeClient(HetClient):
         in_space = np.isin(present, space)
         rows = np.searchsorted(space, present[in_space])
         logits = self.entries(knowledge)[in_space][:, space]
-        return Teacher.of(rows, logits, logits, len(space), self.compute.device)
+        return Teacher.from_tensors(rows, logits, logits, len(space), self.compute.device)
 
     def entries(self, knowledge: Knowledge) -> Array:
         """Return the server's logits [P, C] for the classes in the instruction."""

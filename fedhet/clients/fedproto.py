@@ -50,7 +50,9 @@ class FedProtoClient(HetClient):
         if "classes" not in parts:
             return None
         device = self.compute.device
-        return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
+        return Teacher.from_tensors(
+            parts["classes"], parts["features"], None, self.info.classes, device
+        )
 
     def _learn(self, round: int, teacher: Teacher | None) -> None:
         """Train on cross-entropy plus, if prototypes exist, the distance from them (Eq. 7)."""

@@ -60,7 +60,7 @@ class FeloClient(HetClient):
         parts = knowledge.tensors
         if "classes" not in parts:
             return None
-        return Teacher.of(
+        return Teacher.from_tensors(
             parts["classes"],
             parts["features"],
             parts["logits"],

@@ -75,7 +75,7 @@ def summed(method: Method) -> str:
     rule = method.spec.sums
     if rule.unsupported:
         return f"unsupported: {rule.unsupported}"
-    lanes = rule.of(method.spec.settings())
+    lanes = rule.for_run(method.spec.settings())
     sums = [f"{', '.join(lane.fields)} of {SUMMED_WITHIN[lane.within]}" for lane in lanes]
     needs = _requirements(method, rule.needs)
     servers = {lane.server for lane in lanes}

@@ -443,7 +443,7 @@ def _models_of_clients(config: Config) -> Iterator[tuple[str, str]]:
 
 def check(config: Config, store: RunData | None = None) -> None:
     """Raise FedhetError if data, a model or the device is unavailable on this machine."""
-    run, store, spec = config.run, store or RunData.of(config.run), config.method.spec
+    run, store, spec = config.run, store or RunData.for_run(config.run), config.method.spec
     compute_for(run.engine)
     store.validate()
     described = store.dataset.format

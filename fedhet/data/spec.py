@@ -61,7 +61,7 @@ class DataSpec(DataSettings):
     """What the data must match; None in a simulation, whose data defines its classes."""
 
     @classmethod
-    def of(cls, run: RunSettings) -> DataSpec:
+    def for_run(cls, run: RunSettings) -> DataSpec:
         """Return the data settings of a run."""
         return cls.model_construct(**dict(run.data), clients=run.clients, seed=run.seed)
 

@@ -87,9 +87,9 @@ class RunData:
         self._lock = threading.RLock()
 
     @classmethod
-    def of(cls, run: RunSettings, shared: Path | None = None) -> RunData:
+    def for_run(cls, run: RunSettings, shared: Path | None = None) -> RunData:
         """Create the store for a run."""
-        return cls(DataSpec.of(run), shared)
+        return cls(DataSpec.for_run(run), shared)
 
     def forget(self) -> None:
         """Free all data; it is read again on the next access."""

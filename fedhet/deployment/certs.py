@@ -165,8 +165,8 @@ def make_node_key(path: Path) -> list[Path]:
             raise FedhetError(f"{file} already exists")
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    _write(public_path, public + b"\n", mode=0o644)
+    _write_once(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    _write_once(public_path, public + b"\n", mode=0o644)
     return [path, public_path]
 
 
@@ -192,8 +192,10 @@ def make_publisher_key(directory: Path, name: str) -> list[Path]:
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     entry = f"{_publisher_id(key.public_key())}: {public} {name}\n"
     try:
-        _write(paths[0], key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-        _write(paths[1], entry.encode(), mode=0o644)
+        _write_once(
+            paths[0], key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        )
+        _write_once(paths[1], entry.encode(), mode=0o644)
     except OSError as error:
         raise FedhetError(f"cannot write keys in {directory}: {error_reason(error)}") from None
     return paths
@@ -358,12 +360,12 @@ def _write_pair(
     key: ec.EllipticCurvePrivateKey,
 ) -> list[Path]:
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _write(key_path, private)
-    _write(certificate_path, certificate.public_bytes(Encoding.PEM), mode=0o644)
+    _write_once(key_path, private)
+    _write_once(certificate_path, certificate.public_bytes(Encoding.PEM), mode=0o644)
     return [certificate_path, key_path]
 
 
-def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+def _write_once(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a new file, without overwriting an existing file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -202,7 +202,7 @@ def deploy_local(
         FedhetError: If the run fails.
     """
     say(f"reading {config.run.data.dataset} and splitting it among the clients")
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     check_models_and_data(config, data)
     config = absolute(config).replacing(out=str(directory))
     if keep is not None and keep.exists() and any(keep.iterdir()):

@@ -118,7 +118,7 @@ def _trained(
     watchers = tuple(watchers)
     show_waiting(watchers, f"reading {config.run.data.dataset} and splitting it among the clients")
     config = resolve_auto(config, directory)
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     # Before Ray starts, let `check` report or download missing files.
     for name in filter(is_pretrained, config.run.models.pool):
         check_weights(name)
@@ -512,4 +512,4 @@ class InlineProxy(DirectProxy):
         except Exception as error:
             if not is_user_code_error(error):
                 raise
-            raise UserCodeError(UserCodeFault.of(error)) from error
+            raise UserCodeError(UserCodeFault.from_exception(error)) from error

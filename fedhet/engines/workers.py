@@ -64,7 +64,7 @@ class Worker:
                 The data may be written after the worker has started.
         """
         self._config, self._state_dir = config, state_dir
-        self._data = RunData.of(config.run, shared=decoded)
+        self._data = RunData.for_run(config.run, shared=decoded)
         self._use_gpu(config.run.engine.gpus_per_client)
 
     def call(self, partition: int, name: str, instruction: Any, *, alone: bool = False) -> Any:
@@ -87,7 +87,7 @@ class Worker:
         except torch.OutOfMemoryError as error:
             return Failed(str(memory_error(error)), traceback.format_exc(), is_out_of_memory=True)
         except Exception as error:
-            fault = UserCodeFault.of(error) if is_user_code_error(error) else None
+            fault = UserCodeFault.from_exception(error) if is_user_code_error(error) else None
             return Failed(str(error), traceback.format_exc(), fault)
         finally:
             if alone:

@@ -410,7 +410,7 @@ class SavedServer:
     checkpoint: Checkpoint
 
     @classmethod
-    def read(cls, directory: Path, config: Config, round: int = 0) -> SavedServer | None:
+    def read_checkpoint(cls, directory: Path, config: Config, round: int = 0) -> SavedServer | None:
         """Read the checkpoint of a round, or the last checkpoint if `round` is 0.
 
         Returns None if the directory contains no such checkpoint. Raises StateError if the
@@ -506,7 +506,7 @@ class TrainedServer(TrainedClient):
     def _tests(self) -> Mapping[str, Split]:
         check_trusted(self.record.settings, self._trust, self._server.directory)
         client = self._client.samples.info
-        data = RunData.of(self.config.run)
+        data = RunData.for_run(self.config.run)
         common = data.common_test_of(client.kind, client.shape, client.order)
         if common is None:
             raise DataError(f"{self._server.directory}: no common test set")
@@ -612,7 +612,7 @@ def open_server(
     config = record.config()
     config = config.replacing(training=config.run.training.first())
     round = best_round_of(root, trust) if best else 0
-    saved = SavedServer.read(root, config, round)
+    saved = SavedServer.read_checkpoint(root, config, round)
     if saved is None:
         fix = (
             f"the models of round {round}, the best round, were not kept. Use --set keep-best=true "
@@ -665,7 +665,7 @@ def _with_names(directory: Path, record: ServerRecord, config: Config) -> Server
     found: Format | None = None
     if not record.own_data:
         with suppress(FedhetError):
-            found = RunData.of(config.run).dataset.format
+            found = RunData.for_run(config.run).dataset.format
     else:
         found = known_outputs(directory, record.format)
     completed = record.completed(config, found) if found else None
@@ -735,7 +735,7 @@ def open_client(
             f"{store.folder}: the models of round {round}, the best round, were not kept. Use "
             "--set keep-best=true in the next run."
         )
-    saved = SavedServer.read(root, config, round if best else 0)
+    saved = SavedServer.read_checkpoint(root, config, round if best else 0)
     rounds = state.round, state.participations
     return TrainedClient(record, config, *rounds, restored, trust, saved)
 
@@ -871,7 +871,7 @@ def read_test(directory: Path, client: str | None, *, trust: str = "") -> Labele
             "at a site with its state directory and its own files, as with `fedhet predict`."
         )
     config = _config_of(directory, trust)
-    data = RunData.of(config.run)
+    data = RunData.for_run(config.run)
     if client is None:
         if (split := data.common_test) is None:
             raise DataError(f"{directory}: no common test set. Pass a client, such as client-0.")
@@ -916,7 +916,7 @@ def read_inputs(
         DataError: If a file is unreadable, unsuitable or too large. The error names the file.
     """
     described = record.format
-    bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
+    bounds = DataSpec.for_run(record.config().run).replace(max_bytes=max_bytes)
     if described.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
         if tables := [path for path in texts if path.lower().endswith(ENDINGS)]:
@@ -977,7 +977,7 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
             return scaled(torch.from_numpy(KINDS[described.kind].checked(x.numpy(), where)))
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model expects texts (a sequence of str)")
-        return tokenize(list(x), DataSpec.of(record.config().run), where)
+        return tokenize(list(x), DataSpec.for_run(record.config().run), where)
     shape = described.shape
     kind = KINDS[described.kind]
     given = np.asarray(x)

@@ -142,7 +142,7 @@ class Sums:
     """Called with the method's settings and the training settings. Returns the fraction of a weight
     that regularization removes in each step, at most 1 with secure aggregation."""
 
-    def of(self, settings: Any, task: str = AUTO) -> tuple[Sum, ...]:
+    def for_run(self, settings: Any, task: str = AUTO) -> tuple[Sum, ...]:
         """Return the sums that a run needs, given the settings of the method and the task."""
         known = (None, find_task(task).has_distribution)
         return tuple(

@@ -62,7 +62,7 @@ class AdapterName:
     """Name of the base model, i.e. of its directory in $FEDHET_ENCODERS."""
 
     @classmethod
-    def of(cls, name: str) -> AdapterName | None:
+    def parse(cls, name: str) -> AdapterName | None:
         """Parse the name of a model. Returns None if the model has no adapters."""
         found = _NAME.fullmatch(name)
         if found is None or not float(found[3] or SCALE):
@@ -77,19 +77,19 @@ def is_adapted(name: str) -> bool:
 
 def rank_of(name: str) -> int:
     """Return the rank of a model's adapters, or 0 if the model has no adapters."""
-    found = AdapterName.of(name)
+    found = AdapterName.parse(name)
     return found.rank if found else 0
 
 
 def base_of(name: str) -> str:
     """Return the name of a model's frozen base model, or "" if the model has no adapters."""
-    found = AdapterName.of(name)
+    found = AdapterName.parse(name)
     return found.base if found else ""
 
 
 def without_rank(name: str) -> str:
     """Return a model's name without the rank. Models that differ only in rank share this name."""
-    found = AdapterName.of(name)
+    found = AdapterName.parse(name)
     return f"encoder-{found.layers}-lora-scale{found.scale:g}:{found.base}" if found else name
 
 
@@ -296,7 +296,7 @@ def base_digest(name: str) -> str:
 
     If the digests of two clients differ, their models differ although the name is the same.
     """
-    parts = AdapterName.of(name)
+    parts = AdapterName.parse(name)
     if parts is None:
         return ""
     files = _weight_files(parts.base)
@@ -315,7 +315,7 @@ def _digest(stamps: tuple[tuple[str, int, int], ...], config: str) -> str:
 
 
 def _parsed(name: str) -> AdapterName:
-    parts = AdapterName.of(name)
+    parts = AdapterName.parse(name)
     if parts is None:
         example = "encoder-1-lora8:NAME or encoder-1-lora8-scale4:NAME, with a rank from 1 to 999"
         raise ModelError(f"model '{name}': expected a name such as {example}")

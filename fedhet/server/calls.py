@@ -389,7 +389,7 @@ class UserCodeFault:
     """Full traceback."""
 
     @classmethod
-    def of(cls, error: BaseException) -> UserCodeFault:
+    def from_exception(cls, error: BaseException) -> UserCodeFault:
         """Describe an error that has been raised."""
         is_of_model = isinstance(error, UserModelError)
         raised = error.__cause__ if is_of_model else error

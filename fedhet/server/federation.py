@@ -134,7 +134,7 @@ class FederationServer(Server):
         method = self._log.config.method
         if isinstance(error, FedhetError) or method.name in shipped_names():
             return error
-        fault = UserCodeFault.of(error)
+        fault = UserCodeFault.from_exception(error)
         logging.getLogger("flwr").error("%s", fault.traceback)
         in_file = (self._log.directory / "flower.log").exists()
         where = "The run's flower.log" if in_file else "The server's log"
@@ -178,7 +178,7 @@ class MethodStrategy(Strategy):
         self.log, method = log, self.method
         self._held_out = HeldOutClients(config.run, method.spec)
         self._code_faults = UserCodeFaults(log.notice, strict=config.run.engine.strict)
-        self._members = Members.of(config, method.data, log.notice, self._code_faults)
+        self._members = Members.for_run(config, method.data, log.notice, self._code_faults)
         engine, pace, spec = config.run.engine, config.run.pace, method.spec
         limit = int(engine.max_payload_mb * 1e6)
         keep_all = pace.may_be_late and spec.late != "refused"
@@ -348,7 +348,7 @@ class MethodStrategy(Strategy):
             raise self._instruct_error
         self._code_faults.report(failures)
         torch.set_num_threads(method.run.engine.threads)  # Another thread may have changed it.
-        with self._spool.read():
+        with self._spool.open_replies():
             trained = {*self.state.selection.training, *self.state.calls.late_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
             replies: Iterable[Reply] = self._codec.decode_all(results, failures, method.members)

@@ -197,7 +197,7 @@ class Members:
         """Digest of the sites' public set, and the first site that has it; empty if unknown."""
 
     @classmethod
-    def of(
+    def for_run(
         cls, config: Config, data: RunData, notice: Callable[[str], None], faults: UserCodeFaults
     ) -> Members:
         """Create an empty federation for a run."""

@@ -155,7 +155,7 @@ class OpenCalls:
         """
         payload, size = result.parameters, bytes_of(result.parameters)
         if isinstance(payload, SpooledPayload):
-            payload = payload.read()
+            payload = payload.read_parameters()
         arrays = {
             str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
             for number, data in enumerate(payload.tensors if size <= self._max_bytes else ())
@@ -197,9 +197,9 @@ class OpenCalls:
         assert outcome is not None
         if call.round != round:
             self.late_rounds[client] = call.round
-        return self._read(outcome, call) if outcome.is_on_disk else outcome
+        return self._read_late_reply(outcome, call) if outcome.is_on_disk else outcome
 
-    def _read(self, outcome: CallOutcome, call: OpenCall) -> CallOutcome:
+    def _read_late_reply(self, outcome: CallOutcome, call: OpenCall) -> CallOutcome:
         """Read a late reply and its instruction from disk."""
         path = self._file(outcome.call.name)
         tensors, metadata = load(path)

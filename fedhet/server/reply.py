@@ -225,7 +225,7 @@ class ReplySpool:
         )
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[None]:
+    def open_replies(self) -> Iterator[None]:
         """Keep the replies readable during the `with` block, and remove them afterward."""
         try:
             yield
@@ -304,7 +304,7 @@ class SpooledPayload(StoredPayload):
             raise KnowledgeError(self._path.name, "payload", fault)
         return self._content
 
-    def read(self) -> Parameters:
+    def read_parameters(self) -> Parameters:
         """Return the payload, read from the disk into memory."""
         content = self._mapped()
         return Parameters([bytes(content[a:b]) for a, b in self._offsets], self.tensor_type)

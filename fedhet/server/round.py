@@ -350,11 +350,11 @@ class RoundState:
         """
         record = self.record
         if evaluated:
-            self.scores.write(record)
+            self.scores.write_to(record)
         record.loss = spread(self._losses, lower_is_better=True) if self._losses else None
         record.peak_memory_mb = self._peak_memory_mb
         record.epsilon = dict(sorted(self._epsilon.items()))
-        self.clock.write(record.seconds, max(1, min(self._workers, len(record.asked))))
+        self.clock.complete(record.seconds, max(1, min(self._workers, len(record.asked))))
         return record
 
     def to_json(self) -> str:
@@ -439,7 +439,7 @@ class RoundClock:
         """Record that the server no longer waits for clients."""
         self._waited += time.perf_counter() - self._waiting_since
 
-    def write(self, seconds: Seconds, concurrency: int) -> None:
+    def complete(self, seconds: Seconds, concurrency: int) -> None:
         """Complete a round's durations, given the number of clients that worked concurrently."""
         seconds.total = time.perf_counter() - self._started
         seconds.server = seconds.total - self._waited
@@ -487,7 +487,7 @@ class Scoreboard:
         if scores:
             self._outdated.discard(name)
 
-    def write(self, record: RoundRecord) -> None:
+    def write_to(self, record: RoundRecord) -> None:
         """Write the scores for all metrics to a record. Statistics exclude outdated scores.
 
         A mean over validation samples estimates the headline score. If the headline belongs to the

@@ -91,7 +91,7 @@ class RoundRequest:
     nonce: str
     groups: list[Group]
 
-    def of(self, client: str) -> list[Group]:
+    def groups_of(self, client: str) -> list[Group]:
         """Return the groups of a client."""
         return [group for group in self.groups if client in group.cohort]
 
@@ -108,7 +108,7 @@ class Unmasking:
         saved by the earlier process. Raises StateError if the file with these requests is damaged.
         """
         spec = config.method.spec
-        self._sums = spec.sums.of(config.method_settings, config.run.data.task)
+        self._sums = spec.sums.for_run(config.method_settings, config.run.data.task)
         self._contract = spec.replies
         self._settings, self._state = config.method_settings, state
         self._run, self._directory, self._timeout = run, directory, timeout
@@ -163,13 +163,13 @@ class Unmasking:
             self._requests[round] = RoundRequest(secrets.token_hex(16), groups)
             for old in [number for number in self._requests if number <= round - KEPT_STATES]:
                 del self._requests[old]
-            self._write()
+            self._save_requests()
         self._request = self._requests[round]
-        return {name for name in selected if self._request.of(name)}
+        return {name for name in selected if self._request.groups_of(name)}
 
     def config(self, client: str) -> dict[str, Scalar]:
         """Return the config entry that requests a masked reply from a client."""
-        cohorts = {str(group.number): group.cohort for group in self._request.of(client)}
+        cohorts = {str(group.number): group.cohort for group in self._request.groups_of(client)}
         return {REQUEST: json.dumps({"nonce": self._request.nonce, "cohorts": cohorts})}
 
     def masked_sizes(self, client: ClientInfo, sizes: SizesOf) -> Sizes:
@@ -178,7 +178,7 @@ class Unmasking:
         `sizes` returns the axis sizes and weight shapes of the client's unmasked reply.
         """
         vectors, shares, commitments = {}, {}, {}
-        for group in self._request.of(client.name):
+        for group in self._request.groups_of(client.name):
             sites = len(group.cohort)
             vectors[str(group.number)] = (self._layout(group, client, sizes).size,), "uint32"
             shares[str(group.number)] = (sites, BOX_BYTES), "uint8"
@@ -223,7 +223,7 @@ class Unmasking:
             else:
                 self._request.groups[position] = replace(group, is_lost=not group.survivors)
                 self._lost(group, f"{len(replied)} of {len(group.cohort)} clients replied")
-        self._write()
+        self._save_requests()
         sums: dict[str, Reply] = {}
         seeds_of, is_spoiled = self._ask(groups, by_name)
         for group, seeds in seeds_of.items():
@@ -504,7 +504,7 @@ class Unmasking:
         lane, sites = self._sums[group.number], len(group.cohort)
         return Layout.for_reply(lane, self._contract, sizes(client), sites, self._settings)
 
-    def _write(self) -> None:
+    def _save_requests(self) -> None:
         """Write the requests of the last rounds to disk. Raises StateError if writing fails."""
         saved = {
             number: [

@@ -45,7 +45,7 @@ def read_text(name: str, info: FieldInfo | None, text: str) -> object:
     try:
         if is_assigned(info) and "," in text:
             return _read_list((info.annotation, ...), text, SEPARATORS)
-        return _read(info.annotation, text, SEPARATORS)
+        return _parse_value(info.annotation, text, SEPARATORS)
     except ValueError as error:
         raise SettingsError(f"setting '{name}': {error}, got {text[:200]!r}") from None
 
@@ -74,7 +74,7 @@ def is_collection(info: FieldInfo) -> bool:
     return is_assigned(info) or not origins.isdisjoint({tuple, dict})
 
 
-def _read(kind: Any, text: str, separators: str) -> Any:
+def _parse_value(kind: Any, text: str, separators: str) -> Any:
     kind = _without_rules(kind)
     origin, parts = get_origin(kind), get_args(kind)
     if kind is str or origin is Literal:
@@ -84,7 +84,7 @@ def _read(kind: Any, text: str, separators: str) -> Any:
         keywords = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
         types = [each for each in kinds if each is not str and get_origin(each) is not Literal]
         word = _unquote(text)
-        return word if word in keywords or not types else _read(types[0], text, separators)
+        return word if word in keywords or not types else _parse_value(types[0], text, separators)
     if origin is tuple:
         return _read_list(parts, text, separators)
     if origin is dict and "=" in text:
@@ -93,7 +93,7 @@ def _read(kind: Any, text: str, separators: str) -> Any:
             name, _, value = map(str.strip, part.partition("="))
             if name in mapping:
                 raise ValueError(f"duplicate name '{name}', expected unique names")
-            mapping[name] = _read(parts[1], value, "")
+            mapping[name] = _parse_value(parts[1], value, "")
         return mapping
     return text if origin is dict else _toml(text)
 
@@ -119,7 +119,7 @@ def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
                 f"invalid list item '{item}', expected VALUE or VALUE*N with N from 1 to "
                 f"{MAX_REPEATS}"
             )
-        values += [_read(parts[0], value, separators[1:])] * (int(repeats) if sign else 1)
+        values += [_parse_value(parts[0], value, separators[1:])] * (int(repeats) if sign else 1)
     return tuple(values)
 
 

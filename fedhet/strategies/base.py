@@ -87,7 +87,7 @@ class HetStrategy:
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         self.run, self.settings, self.log = config.run, config.method_settings, log
-        self.data = data or RunData.of(config.run)
+        self.data = data or RunData.for_run(config.run)
         self.spec = config.method.spec  # The configured method may extend the subclass's method.
         self.members: dict[str, Member] = {}
         """Clients of the run by name, set before `init`."""
