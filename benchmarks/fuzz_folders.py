@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import typer.main
+from markupsafe import Markup
 
 from fedhet import cli, report
 from fedhet.base.errors import FedhetError
@@ -307,7 +308,7 @@ def _page(run: Path) -> None:
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
     before = report.write_figures, report.write_report, report.write_comparison  # type: ignore
-    chart, Drawing.chart = Drawing.chart, lambda drawing: Chart("", (), "")  # type: ignore
+    chart, Drawing.chart = Drawing.chart, lambda drawing: Chart("", Markup())  # type: ignore
     report.write_figures = report.write_report = lambda run: None  # type: ignore
     report.write_comparison = lambda found, out: []  # type: ignore
     try:

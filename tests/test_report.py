@@ -484,14 +484,6 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
     assert len(found.groups) == 1
 
 
-def test_figures_in_the_page_follow_its_colors(tmp_path: Path) -> None:
-    source = Page(write_report(load_run(make(tmp_path / "run")))).source
-    assert "stroke: var(--s0)" in source
-    assert "fill: var(--ink)" in source
-    body = source[source.index("<body>") :]
-    assert "#0072b2" not in body
-
-
 # How numbers read
 
 

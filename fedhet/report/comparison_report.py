@@ -458,7 +458,6 @@ def _names(comparison: Comparison, width: int = 40) -> list[str]:
 def _by_round(ax: Axes, comparison: Comparison) -> None:
     rounds = _draw(ax, comparison, lambda group: group.curve(comparison.headline))
     ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
-    style.panel(ax, unit=style.unit_of(comparison.metric))
     band = "; band: ± std over seeds" if comparison.has_seeds else ""
     protocol, kind = comparison.headline
     models = "each method's headline model" if kind == HEADLINE else f"{kind} model"
@@ -468,7 +467,7 @@ def _by_round(ax: Axes, comparison: Comparison) -> None:
 
 
 def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
-    _, words, label, unit = style.COST_AXES[cost]
+    _, words, label = style.COST_AXES[cost]
     _draw(ax, comparison, lambda group: group.curve(comparison.headline), cost)
     ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
     style.ticks(ax)
@@ -478,7 +477,6 @@ def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
         ax.set_xlim(left=0)
     if cost == "clock":
         style.ticks(ax, style.in_hours, "x")
-    style.panel(ax, mode="point", unit=style.unit_of(comparison.metric), xUnit=unit)
     ax.set_xlabel(label)
     style.set_title(ax, f"{comparison.title} by {words}{_best(comparison)}")
 
@@ -489,7 +487,6 @@ def _best(comparison: Comparison) -> str:
 
 def _method_metric(ax: Axes, comparison: Comparison, name: str) -> None:
     rounds = _draw(ax, comparison, lambda group: group.method_curve(name))
-    style.panel(ax, unit="number")
     note = "band: ± std over seeds" if comparison.has_seeds else ""
     style.over_rounds(ax, rounds, name, note, human_number)
 
@@ -515,21 +512,16 @@ def _draw(
 def _finals(ax: Axes, comparison: Comparison) -> None:
     """Draw the scores in the last round, with a dot for each seed and a marker for the mean."""
     names, column = _names(comparison), comparison.headline
-    for row, (group, name) in enumerate(zip(comparison.groups, names, strict=True)):
+    for row, group in enumerate(comparison.groups):
         color, mark = style.mark(row)
         means = [run.last(*group.resolved(column)).mean for run in group.runs]
         spread = group.score(column)
         if math.isfinite(spread.std):
             low, high = spread.mean - spread.std, spread.mean + spread.std
-            line = ax.hlines(row, low, high, color=color, linewidth=5, alpha=0.25)
-            style.tag(ax, group.label, [line])
+            ax.hlines(row, low, high, color=color, linewidth=5, alpha=0.25)
         if len(means) > 1:
             ax.scatter(means, [row] * len(means), color=color, s=14, alpha=0.6, linewidth=0)
-            seeds = [f"seed {run.seed}" for run in group.runs]
-            style.record(ax, group.label, pd.Series(float(row), means), name, seeds)
         ax.scatter(spread.mean, row, color=color, marker=mark, s=52, zorder=3)
-        style.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
-    style.panel(ax, mode="point", unit="none", xUnit=style.unit_of(comparison.metric))
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_yticks(range(len(names)), _names(comparison, 30))
     ax.tick_params(axis="y", labelcolor=style.INK)

@@ -81,7 +81,7 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
                 if not mean.empty:
                     name, look = run.baseline.method, {"size": 2, **style.DOTTED}
                     label = f"{name}{GAP}{score(mean.iloc[-1], run.metric, 3)}"
-                    style.line(ax, mean, style.OTHER_COLOR, series=name, label=label, **look)
+                    style.line(ax, mean, style.OTHER_COLOR, label=label, **look)
             note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
             whose = "the" if protocol == "common" else "each client's"
             title = f"{_capitalized(metric.title)} on {whose} {TEST_SETS.get(protocol, protocol)}"
@@ -108,21 +108,18 @@ def _capitalized(title: str) -> str:
 def _curve(ax: Axes, curve: pd.DataFrame, kind: str, metric: Metric) -> None:
     if curve.empty:
         return
-    style.panel(ax, unit=style.unit_of(metric))
     color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
     mean, worst = curve["mean"], curve["worst"]
     low = (mean - curve["std"]).clip(metric.lowest, metric.highest)
     high = (mean + curve["std"]).clip(metric.lowest, metric.highest)
     label = f"{kind}{GAP}{score(mean.iloc[-1], metric.name, 3)}"
-    style.line(ax, mean, color, series=kind, label=label)
+    style.line(ax, mean, color, label=label)
     if not np.allclose(worst, mean, equal_nan=True):
-        look = {"size": 2, "alpha": 0.85, **style.DASHED}
-        style.line(ax, worst, color, series=kind, name=f"{kind}, worst", **look)
+        style.line(ax, worst, color, size=2, alpha=0.85, **style.DASHED)
     if len(curve) == 1:
-        bar = ax.vlines(curve.index, low, high, color=color, alpha=0.35, linewidth=5)
-        style.tag(ax, kind, [bar])
+        ax.vlines(curve.index, low, high, color=color, alpha=0.35, linewidth=5)
     else:
-        style.shade(ax, low, high, color, series=kind, alpha=0.13)
+        ax.fill_between(curve.index, low, high, color=color, linewidth=0, alpha=0.13)
 
 
 def _traffic(run: Run) -> Drawing:
@@ -134,8 +131,7 @@ def _traffic(run: Run) -> Drawing:
         ax = figure.subplots()
         for number, (way, total) in enumerate(totals.items()):
             look: Any = {"label": f"{way}{GAP}{ends[way]}", "linestyle": style.DASHES[number]}
-            style.line(ax, total, style.SERIES[number], series=way, **look)
-        style.panel(ax, unit="bytes")
+            style.line(ax, total, style.SERIES[number], **look)
         ax.set_ylim(bottom=0)
         style.over_rounds(ax, run.costs.index, "Cumulative bytes sent", text=style.in_bytes)
 
@@ -177,14 +173,11 @@ def _time(run: Run) -> Drawing:
         width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
         for stage in stages:
             look = {"color": style.STAGE_COLORS[stage], "label": STAGE_NAMES[stage]}
-            bars = ax.bar(rounds, means[stage], bottom=bottoms[stage], width=width, **look)
-            style.tag(ax, STAGE_NAMES[stage], bars)
-            style.record(ax, STAGE_NAMES[stage], means[stage])
+            ax.bar(rounds, means[stage], bottom=bottoms[stage], width=width, **look)
         if means["seconds"].gt(0).any():
             halo = [Stroke(linewidth=3.2, foreground=style.PAPER), Normal()]
             look = {"linewidth": 1.2, "path_effects": halo, "label": "wall clock"}
-            style.line(ax, means["seconds"], style.INK, series="wall clock", **look)
-        style.panel(ax, unit="seconds", dots=False)
+            style.line(ax, means["seconds"], style.INK, **look)
         ax.set_ylim(bottom=0)
         work, wall = run.totals[stages].sum(), run.totals["seconds"]
         note = f"total of clients and server: {human_seconds(work)}"
@@ -210,15 +203,12 @@ def _loss(run: Run) -> Drawing | None:
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
-        style.line(ax, mean, series="mean", label=f"mean{GAP}{mean.iloc[-1]:.3f}")
-        style.panel(ax, unit="number")
+        style.line(ax, mean, label=f"mean{GAP}{mean.iloc[-1]:.3f}")
         each = run.losses.loc[mean.index]
         if each.count(axis="columns").max() > 2:
             low, high = (each.quantile(level, axis="columns") for level in (0.1, 0.9))
-            series = "80 % of the clients"
-            style.shade(ax, low, high, style.SERIES[0], series=series, alpha=0.13, label=series)
-            for name, curve in (("10th percentile", low), ("90th percentile", high)):
-                style.record(ax, series, curve, name)
+            look: Any = {"color": style.SERIES[0], "linewidth": 0, "alpha": 0.13}
+            ax.fill_between(each.index, low, high, label="80 % of the clients", **look)
         style.over_rounds(ax, run.costs.index, "Training loss")
 
     return Drawing("loss", draw, "training loss over rounds")
@@ -229,7 +219,7 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
     total = float(run.totals[cost])
     if math.isnan(total) or not run.columns:
         return None
-    name, words, label, unit = style.COST_AXES[cost]
+    name, words, label = style.COST_AXES[cost]
     if cost == "clock":
         late = float(np.mean([len(record.late) for record in run.records]))
         label += f"  (on average {late:.3g} late clients per round)"
@@ -242,13 +232,12 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
             curve = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
             color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
             entry = f"{kind}{GAP}{score(means.iloc[-1], run.metric, 3)}"
-            style.line(ax, curve, color, series=kind, label=entry)
+            style.line(ax, curve, color, label=entry)
         ax.set_xlim(left=0)
         ax.legend()
         style.ticks(ax)
         if cost == "clock":
             style.ticks(ax, style.in_hours, "x")
-        style.panel(ax, mode="point", unit=style.unit_of(metric_of(run.metric)), xUnit=unit)
         where = TEST_SETS.get(run.headline, run.headline)
         style.set_title(ax, f"{_capitalized(run.metric_title)} by {words}: {where}")
         ax.set_xlabel(label)
@@ -321,11 +310,6 @@ def _labels(run: Run) -> Drawing | None:
                     look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": ink}
                     ax.text(column, row, str(count), **look)
         ax.grid(visible=False)
-        for row, (name, each) in enumerate(counts.iterrows()):
-            shown = [f"{label}: {count:,}" for label, count in zip(classes, each, strict=True)]
-            places = pd.Series(float(row), range(len(classes)))
-            style.record(ax, "labels", places, str(name), shown)
-        style.panel(ax, mode="point", unit="none", xUnit="none", dots=False)
         _set_names(ax, "y", list(counts.index))
         _set_names(ax, "x", classes)
         ax.set_xlabel("class")
@@ -362,7 +346,6 @@ def _confusion(title: str, matrix: ConfusionMatrix, names: Sequence[str], suffix
                     percent = f"{100 * fraction:.0f}" if fraction >= 0.01 else "<1"
                     ax.text(column, row, percent, **at)
         ax.grid(visible=False)
-        style.cells(ax, matrix.counts, names)
         _set_names(ax, "y", names)
         _set_names(ax, "x", names)
         ax.set_xlabel(
@@ -428,15 +411,11 @@ def _client_curves(run: Run) -> Drawing | None:
         for name in sorted(each, key=lambda name: pool.index(models[name])):
             model = models[name]
             color, _ = style.mark(pool.index(model))
-            artists = ax.plot(each.index, each[name], color=color, linewidth=1.0, alpha=alpha)
-            style.tag(ax, model, artists)
-            style.record(ax, model, each[name], name)
+            ax.plot(each.index, each[name], color=color, linewidth=1.0, alpha=alpha)
         for number, model in enumerate(pool):
-            artists = ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
-            style.tag(ax, model, artists)
+            ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
         mean = each.mean(axis="columns")
-        style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
-        style.panel(ax, mode="point", unit=style.unit_of(metric_of(run.metric)))
+        style.line(ax, mean, style.INK, label="mean", linewidth=2.2)
         where = TEST_SETS.get(protocol, protocol)
         title = f"{_capitalized(run.metric_title)} per client: {kind} model, {where}"
         style.over_rounds(ax, each.index, title)
@@ -459,15 +438,9 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str, metric: str) -> None
     rows = scores.assign(row=range(len(scores)))
     for number, (model, clients) in enumerate(rows.groupby("model")):
         color, mark = style.mark(number)
-        rules = ax.hlines(clients["row"], mean, clients["value"], color=color, alpha=0.45)
-        dots = ax.scatter(
-            clients["value"], clients["row"], color=color, marker=mark, s=34, zorder=3,
-            label=style.short(str(model)),
-        )  # fmt: skip
-        style.tag(ax, str(model), [rules, dots])
-        points = pd.Series(clients["row"].to_numpy(), clients["value"])
-        style.record(ax, str(model), points, str(model), [*map(str, clients.index)])
-    style.panel(ax, mode="point", unit="none", xUnit=style.unit_of(metric_of(metric)))
+        ax.hlines(clients["row"], mean, clients["value"], color=color, alpha=0.45)
+        look: Any = {"color": color, "marker": mark, "label": style.short(str(model))}
+        ax.scatter(clients["value"], clients["row"], s=34, zorder=3, **look)
     _set_names(ax, "y", list(scores.index))
     style.ticks(ax, axis="x")
     ax.set_ylim(-0.8, len(scores) - 0.2)
@@ -481,7 +454,7 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str, metric: str = ACCU
     """Draw a column for each model, with a marker for each client."""
     ax = figure.subplots()
     pool = {str(model): clients["value"] for model, clients in scores.groupby("model")}
-    for column, (model, values) in enumerate(pool.items()):
+    for column, values in enumerate(pool.values()):
         color, mark = style.mark(column)
         # Spread the markers of similar values horizontally, so that they do not overlap.
         span = values.max() - values.min() or 1.0
@@ -490,13 +463,10 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str, metric: str = ACCU
         offsets = (2 * number / (size - 1).clip(lower=1) - 1).where(size > 1, 0.0)
         places = column + 0.3 * (size / 8).clip(upper=1) * offsets
         ax.scatter(places, values, color=color, marker=mark, s=18, alpha=0.75, linewidth=0)
-        marks = pd.Series(values.to_numpy(), places)
-        style.record(ax, model, marks, model, [*map(str, values.index)])
         mean = float(values.mean())
         ax.hlines(mean, column - 0.36, column + 0.36, color=style.INK, linewidth=1.4)
         end = (column + 0.38, mean)
         ax.annotate(score(mean, metric, 3), end, fontsize=8, va="center", color=style.INK)
-    style.panel(ax, mode="point", unit=style.unit_of(metric_of(metric)), xUnit="none")
     _set_names(ax, "x", list(pool))
     ax.set_xlim(-0.6, len(pool) - 0.2)
     ax.set_xlabel("model  (marker: client; bar: mean)")

@@ -91,6 +91,7 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
     environment.filters["where"] = where
     environment.filters["key"] = lambda value: "" if math.isnan(value) else repr(float(value))
     environment.globals |= {"TEST_SETS": TEST_SETS, "NAN": NAN, "ABSENT": ABSENT}
+    environment.globals["VARIABLES"] = style.VARIABLES
     return environment.get_template(template).render({"live": None} | content)
 
 
@@ -180,7 +181,7 @@ def _sparkline(
 ) -> dict[str, str]:
     """Return the last value and the range of a metric, and its sparkline as SVG paths.
 
-    NaN values appear as gaps. `chart` describes the curve for tooltips (see `style.Canvas`).
+    NaN values appear as gaps.
     """
 
     # Scale the values to [0, 1]; the range is positive, because the values are not all equal.
@@ -199,5 +200,4 @@ def _sparkline(
         "span": f"{human_number(low)} to {human_number(high)}",
         "path": "".join((pens + points)[valid.index]),
         "dot": f"M{points[valid.index[-1]]}h0",
-        "chart": style.single_curve(valid, (4, 4, 4 + width, 4 + height), values.index),
     }

@@ -1,50 +1,41 @@
 """Style of all figures (colors, fonts, axes), and their export to files and HTML reports.
 
 Figures use matplotlib's object interface instead of pyplot, so that no global state is changed.
-Series have the colors of Okabe and Ito, which color-blind readers can distinguish. In a report,
-each color is a CSS variable, so that figures match the report's light or dark color scheme. Artists
-are tagged with their series, so that the report can hide a series, and their values are recorded
-for tooltips.
+Series have the colors of Okabe and Ito, which color-blind readers can distinguish. The style sheet
+of a report (`page.css`) replaces these colors, to match the report's light or dark color scheme.
 """
 
 from __future__ import annotations
 
-import html
 import io
 import itertools
-import json
 import math
-import re
 import textwrap
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
-from matplotlib.container import Container
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fedhet.base.disk import Folder
-from fedhet.base.metrics import Metric
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
 """Size of a figure with a single Axes object, in inches."""
 REPORT_SCALE = 0.87
-"""Scale of figures in reports, below 1 so that their text is legible on a phone."""
+"""Scale of the width of figures in reports, below 1 so that their text is legible on a phone."""
 RC: Any = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.0,
     "text.color": "#1d2329", "text.parse_math": False,
@@ -106,129 +97,26 @@ VARIABLES = {
     INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--card",
     **{color: f"--s{number}" for number, color in enumerate(SERIES)},
 }  # fmt: skip
-TAG = "series-"
-"""Prefix of the id of a tagged artist, followed by the number of the series."""
+"""CSS variable of each color in a report; `page.css` has a rule for each of them."""
 POINTS = 72
 """SVG units per inch."""
 GAP = "\N{EN SPACE}"
 """Separator between the name and the value of a series; SVG would merge two ordinary spaces."""
-MAX_VALUES = 60_000
-"""Maximum number of values per figure that a report includes for tooltips."""
 
 COST_AXES = {
-    "bytes": ("costs", "bytes sent", "bytes sent, up and down", "bytes"),
-    "epsilon": ("privacy", "epsilon", "consumed epsilon, maximum over clients", "number"),
-    "clock": ("clock", "simulated time", "simulated hours", "seconds"),
+    "bytes": ("costs", "bytes sent", "bytes sent, up and down"),
+    "epsilon": ("privacy", "epsilon", "consumed epsilon, maximum over clients"),
+    "clock": ("clock", "simulated time", "simulated hours"),
 }
 """Cumulative costs against which the score is plotted, each with the name of its figure, its name
-in titles, the axis label, and the unit."""
-PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
-"""Default tooltip options of an Axes object. The mode "x" shows all curves at the nearest x,
-preceded by `head`; the mode "point" shows the nearest point. `dots` marks each value. The units are
-score, unit (of a target), bytes, seconds, and number."""
-
-
-def unit_of(metric: Metric) -> str:
-    """Return the unit of a metric's values in tooltips."""
-    return "unit" if metric.has_unit else "score"
-
-
-class Canvas(Figure):
-    """Figure that records the names and values of its series."""
-
-    def __init__(self, **look: Any) -> None:
-        super().__init__(**look)
-        self.series: list[str] = []
-        self.panels: defaultdict[Axes, dict[str, Any]] = defaultdict(
-            lambda: {**PANEL, "curves": []}
-        )
-
-    def series_number(self, series: str) -> int:
-        """Return the number of a series. A new series receives the next number."""
-        if series not in self.series:
-            self.series.append(series)
-        return self.series.index(series)
-
-    def description(self) -> str:
-        """Return the position, limits and curves of each Axes object as JSON."""
-        filled = ("curves", "cells")
-        panels = [(ax, each) for ax, each in self.panels.items() if any(map(each.get, filled))]
-        count = sum(len(curve["y"]) for _, content in panels for curve in content["curves"])
-        width, height = (POINTS * inches for inches in self.get_size_inches())
-        described = []
-        for ax, content in panels if count <= MAX_VALUES else ():
-            (left, low), (right, high) = ax.get_position().get_points()
-            box = (left * width, (1 - high) * height, right * width, (1 - low) * height)
-            x = [*_rounded(ax.get_xlim()), ax.get_xscale() == "log"]
-            y = [*_rounded(ax.get_ylim()), ax.get_yscale() == "log"]
-            described.append({"box": _rounded(box), "x": x, "y": y, **content})
-        return json.dumps(described, separators=(",", ":"), allow_nan=False)
-
-
-def panel(ax: Axes, **options: Any) -> None:
-    """Override some of the default tooltip options (`PANEL`) of an Axes object."""
-    if isinstance(ax.figure, Canvas):
-        ax.figure.panels[ax].update(options)
-
-
-def tag(ax: Axes, series: str, artists: Iterable[Artist]) -> None:
-    """Assign artists to a series that can be toggled in the report."""
-    if isinstance(ax.figure, Canvas):
-        for artist in artists:
-            artist.set_gid(f"{TAG}{ax.figure.series_number(series)}")
-
-
-def record(
-    ax: Axes, series: str, values: pd.Series, name: str = "", names: Sequence[str] = ()
-) -> None:
-    """Record the values of a curve, indexed by x, for tooltips.
-
-    `name` is the name of the curve, by default the name of the series, and `names`
-    contains the names of the points.
-    """
-    if isinstance(ax.figure, Canvas):
-        curve = _curve(ax.figure.series_number(series), name or series, values)
-        ax.figure.panels[ax]["curves"].append(curve | ({"names": [*names]} if names else {}))
-
-
-def cells(ax: Axes, counts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-    """Record the counts of a confusion matrix, for tooltips that name the true class of a row."""
-    if isinstance(ax.figure, Canvas):
-        ax.figure.panels[ax]["cells"] = {"counts": [[*row] for row in counts], "names": [*names]}
-
-
-def _curve(series: int, name: str, values: pd.Series) -> dict[str, Any]:
-    x, y = map(float, values.index), values.astype(float)
-    return {"s": series, "name": name, "x": _rounded(x), "y": _rounded(y)}
-
-
-def _rounded(values: Iterable[float]) -> list[float | None]:
-    """Round values to six significant digits, with None for NaN and infinity."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def single_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
-    """Describe an SVG of a single curve over `xs`, in the format of `Canvas.description`.
-
-    `box` contains the left, top, right and bottom edges of the curve.
-    """
-    x, y = [min(xs), max(xs), False], [values.min(), values.max(), False]
-    options = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
-    content = [{**options, "curves": [_curve(0, str(values.name), values)]}]
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
-
-
-# --- drawings and files ----------------------------------------------------------------------
+in titles, and the axis label."""
 
 
 class Chart(NamedTuple):
-    """Figure in a report, with a separate title and legend."""
+    """Figure in a report, with a separate title."""
 
     title: str
-    legend: Sequence[dict[str, Any]]
-    """Legend entries: text, last value or "", color, series (None if it cannot be toggled), and
-    look ("solid", "dashed", "dotted" or "dot")."""
-    svg: Markup | str
+    svg: Markup
 
 
 @dataclass(frozen=True)
@@ -244,9 +132,7 @@ class Drawing:
 
     def write(self, folder: Folder, dpi: int = 160) -> Path:
         """Write the figure as PNG and SVG, and return the path of the PNG file."""
-        with _styled(self) as figure:
-            for artist in figure.findobj():
-                artist.set_gid(None)  # Ids must be unique, but artists may share a series.
+        with _styled(self, self.width, self.height) as figure:
             _fix_layout(figure, dpi)
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
             self._save(figure, folder, "svg", metadata={"Date": None})
@@ -258,7 +144,8 @@ class Drawing:
         Fonts are embedded as TrueType (type 42), as required by publishers.
         """
         width = COLUMN_WIDTH if self.width <= WIDTH else TEXT_WIDTH
-        with _styled(self, width / self.width, PAPER_RC) as figure:
+        height = self.height * width / self.width
+        with _styled(self, width, height, PAPER_RC) as figure:
             _fix_layout(figure)
             dates = {"Creator": "fedhet", "CreationDate": None}
             self._save(figure, folder, "pdf", metadata=dates)
@@ -269,49 +156,36 @@ class Drawing:
             figure.savefig(path, format=form, **options)
 
     def chart(self) -> Chart:
-        """Return the figure for a report, with a separate title and legend."""
-        with _styled(self, REPORT_SCALE) as figure:
-            titles = [ax.get_title(loc="left") for ax in figure.axes]
+        """Return the figure as inline SVG for a report, with the title of its first panel."""
+        with _styled(self, REPORT_SCALE * self.width, self.height) as figure:
+            title = figure.axes[0].get_title(loc="left")
             for ax in figure.axes:
                 ax.set_title("")
-                if box := ax.get_legend():
-                    box.remove()
-            # Collect the entries by text, without duplicates.
-            legend: dict[str, dict[str, Any]] = {}
-            for ax in figure.axes:
-                for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
-                    artist: Any = handle[0] if isinstance(handle, Container) else handle
-                    if isinstance(artist, Line2D):
-                        looks = {"-": "solid", "--": "dashed", ":": "dotted"}
-                        ink: Any = artist.get_color()
-                        look = looks.get(str(artist.get_linestyle()), "dashed")
-                    else:
-                        face, look = artist.get_facecolor(), "dot"
-                        ink = face if len(face) and isinstance(face[0], float) else face[0]
-                    tagged = re.fullmatch(rf"{TAG}(\d+)", artist.get_gid() or "")
-                    name, _, value = text.partition(GAP)
-                    color, series = to_hex(ink), int(tagged[1]) if tagged else None
-                    color = f"var({VARIABLES[color]})" if color in VARIABLES else color
-                    entry = {"text": name, "value": value, "color": color}
-                    legend.setdefault(text, {**entry, "series": series, "look": look})
             _fix_layout(figure)
             file = io.StringIO()
-            metadata = {"Date": None, "Creator": None}
-            figure.savefig(file, format="svg", transparent=True, metadata=metadata)
-            svg = _inline(file.getvalue(), self.alt, figure.description())
-        return Chart(next(filter(None, titles), ""), [*legend.values()], svg)
+            omitted = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(file, format="svg", transparent=True, metadata=omitted)
+        svg = file.getvalue()
+        image = Markup('<div class="plot" role="img" aria-label="{}">{}</div>')
+        # Matplotlib escapes the text in the SVG.
+        return Chart(title, image.format(self.alt, Markup(svg[svg.index("<svg") :])))  # noqa: S704
 
 
 @contextmanager
-def _styled(drawing: Drawing, scale: float = 1.0, overrides: Any = None) -> Iterator[Canvas]:
-    rc = {**RC, "svg.hashsalt": drawing.name, **(overrides or {})}
+def _styled(
+    drawing: Drawing,
+    width: float,
+    height: float,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[Figure]:
+    """Draw a figure of the given size in inches, in the style of `RC` with `overrides`."""
+    rc: Any = {**RC, "svg.hashsalt": drawing.name, **overrides}
     with mpl.rc_context(), warnings.catch_warnings():
         mpl.rcdefaults()  # Ignore matplotlibrc files of the user and in the working directory.
         mpl.rcParams.update(rc)
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
-        size = (scale * drawing.width, scale * drawing.height)
-        figure = Canvas(figsize=size, layout=layout)
+        figure = Figure(figsize=(width, height), layout=layout)
         FigureCanvasAgg(figure)
         drawing.draw(figure)
         yield figure
@@ -328,30 +202,6 @@ def _fix_layout(figure: Figure, dpi: int = POINTS) -> None:
         figure.set_layout_engine(None)
 
 
-def _inline(svg: str, alt: str, description: str) -> Markup:
-    """Convert the content of an SVG file to inline SVG for a report.
-
-    Removes attributes that only a file needs, replaces colors with CSS variables, and adds the
-    description of series and values. Matplotlib escapes the text in the SVG; attributes are escaped
-    here.
-    """
-    attributes = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
-    attributes += f' data-chart="{html.escape(description)}"'
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
-    svg = re.sub(rf'<g id="{TAG}(\d+)"', r'<g data-series="\1"', svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    size = r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"'
-    svg = re.sub(size, lambda match: f"{match[1]} {attributes}", svg)
-
-    def variable(match: re.Match[str]) -> str:
-        name = VARIABLES.get(match[2])
-        return f"{match[1]}var({name})" if name else match[0]
-
-    return Markup(re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})\b", variable, svg))  # noqa: S704
-
-
 # --- parts of figures ------------------------------------------------------------------------
 
 
@@ -364,13 +214,11 @@ def legend_columns(labels: Sequence[str], max_chars: int = LEGEND_CHARS) -> int:
 
 def legend_chars(ax: Axes) -> int:
     """Return the number of characters that fit into a legend line above a plot."""
-    if mpl.rcParams["font.family"] != [PAPER_RC["font.family"]]:
-        return LEGEND_CHARS
-    spec = ax.get_subplotspec()
-    columns = spec.get_gridspec().ncols if spec else 1
-    figure = ax.get_figure(root=True)
-    scale = (figure.get_figwidth() / columns if figure else WIDTH) / WIDTH
-    return int(LEGEND_CHARS * scale * RC["legend.fontsize"] / PAPER_RC["legend.fontsize"])
+    grid, figure = ax.get_gridspec(), ax.get_figure(root=True)
+    assert grid is not None
+    assert figure is not None
+    scale = figure.get_figwidth() / grid.ncols / WIDTH
+    return int(LEGEND_CHARS * scale * RC["font.size"] / mpl.rcParams["font.size"])
 
 
 def set_title(ax: Axes, title: str) -> None:
@@ -442,38 +290,18 @@ def mark(number: int) -> tuple[str, str]:
 
 
 def line(
-    ax: Axes,
-    values: pd.Series,
-    color: str = SERIES[0],
-    size: float = 3.2,
-    series: str = "",
-    name: str = "",
-    **look: Any,
+    ax: Axes, values: pd.Series, color: str = SERIES[0], size: float = 3.2, **look: Any
 ) -> None:
-    """Plot values against their index as a curve, with markers if there are few values.
-
-    `name` is the name of the curve in tooltips, by default the name of the series.
-    """
+    """Plot values against their index as a curve, with markers if there are few values."""
     marker = "o" if len(values) <= 25 else ""
-    artists = ax.plot(values.index, values, color=color, marker=marker, markersize=size, **look)
-    tag(ax, series or name, artists)
-    record(ax, series or name, values, name)
+    ax.plot(values.index, values, color=color, marker=marker, markersize=size, **look)
 
 
 def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
     """Draw the mean of a series with a band of one standard deviation."""
     color, _ = mark(number)
-    dashes = DASHES[number % len(DASHES)]
-    line(ax, mean, color, size=3, series=label or "mean", linestyle=dashes, label=label)
-    shade(ax, mean - std, mean + std, color, series=label or "mean", alpha=0.15)
-
-
-def shade(
-    ax: Axes, low: pd.Series, high: pd.Series, color: str, series: str = "", **look: Any
-) -> None:
-    """Fill the area between two curves with the same index."""
-    artist = ax.fill_between(low.index, low, high, color=color, linewidth=0, **look)
-    tag(ax, series, [artist])
+    line(ax, mean, color, size=3, linestyle=DASHES[number % len(DASHES)], label=label)
+    ax.fill_between(mean.index, mean - std, mean + std, color=color, linewidth=0, alpha=0.15)
 
 
 def short(name: str, width: int = 16) -> str:
