@@ -25,7 +25,7 @@ from fedhet.report.differences import (
 def of(differences, samples=None, unit=1.0):
     """Return the difference of a method whose scores exceed zero by `differences`."""
     scores = pd.Series(differences, dtype=float)
-    return Difference.of(scores, 0 * scores, samples, unit)
+    return paired_difference(scores, 0 * scores, samples, unit)
 
 
 def student(t, freedom):
@@ -79,7 +79,7 @@ def test_without_test_samples_a_difference_has_the_paired_t_test(seed):
     rng = np.random.default_rng(seed)
     ours, theirs = rng.normal(0.6, 0.1, 3 + seed), rng.normal(0.5, 0.1, 3 + seed)
     oracle = stats.ttest_rel(ours, theirs)
-    found = Difference.of(pd.Series(ours), pd.Series(theirs))
+    found = paired_difference(pd.Series(ours), pd.Series(theirs))
     assert found.p == pytest.approx(oracle.pvalue)
     low, high = oracle.confidence_interval(0.95)
     assert found.mean - found.margin == pytest.approx(low)
@@ -180,7 +180,7 @@ def test_equal_methods_seldom_differ(seeds, images, noise):
         drift = rng.normal(0, noise, (2, seeds, 1))
         correct = rng.random((2, seeds, images)) < np.clip(likely + drift, 0, 1)
         ours, theirs = (pd.Series(each) for each in correct.mean(-1))
-        found = Difference.of(ours, theirs, images)
+        found = paired_difference(ours, theirs, images)
         clear += found.is_clear
         by_seeds += abs(found.mean) > 2 * found.seed_error
     assert clear / trials < 0.06

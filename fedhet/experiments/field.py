@@ -32,8 +32,12 @@ from fedhet.experiments.plan import (
     read_field,
 )
 from fedhet.methods.registry import find_method
-from fedhet.report.comparison import Spread
-from fedhet.report.differences import Difference, samples_text
+from fedhet.report.differences import (
+    Difference,
+    paired_difference,
+    samples_text,
+    spread_of,
+)
 from fedhet.report.page import render
 from fedhet.report.run import Run
 from fedhet.report.tables import (
@@ -295,7 +299,7 @@ def difference(
     ours, baseline = means
     if (ours - baseline).isna().any():
         return Difference()
-    return Difference.of(ours, baseline, min(samples, default=None), 100.0)
+    return paired_difference(ours, baseline, min(samples, default=None), 100.0)
 
 
 @dataclass(frozen=True)
@@ -632,7 +636,7 @@ def tested_line(results: FieldResults, measure: str) -> str:
     if measure not in TESTED or not results.finished:
         return ""
     counts = results.runs[TESTED[measure]]
-    text = samples_text(None if math.isnan(count) else count for count in counts)
+    text = samples_text((None if math.isnan(count) else count for count in counts), measure)
     return f"Each accuracy of a run has {text}."
 
 
@@ -642,9 +646,9 @@ def _fewest(values: pd.Series) -> Cell:
 
 
 def _accuracy(values: pd.Series) -> Cell:
-    spread = Spread.of(100 * values)
+    spread = spread_of(100 * values)
     return Cell(plus_minus(spread.mean, spread.std, 1), spread.mean)
 
 
 def _cost(values: pd.Series, shown: Callable[[float], str]) -> Cell:
-    return mean_cell(Spread.of(values), shown, len(values))
+    return mean_cell(spread_of(values), shown, len(values))

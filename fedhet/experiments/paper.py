@@ -31,8 +31,14 @@ from fedhet.experiments.plan import (
     read_table,
     table_names,
 )
-from fedhet.report.comparison import smallest
-from fedhet.report.differences import OUTCOMES, Difference, sample_error, samples_text
+from fedhet.report.differences import (
+    OUTCOMES,
+    Difference,
+    paired_difference,
+    sample_error,
+    samples_text,
+    smallest,
+)
 from fedhet.report.page import render
 from fedhet.report.tables import (
     LATEX_HEAD,
@@ -310,7 +316,7 @@ def _compare(table: PaperTable, cells: Mapping[Place, Measurements]) -> list[Com
             if above == below or not all(end in cells for end in ends):
                 continue
             first, second = (cells[end] for end in ends)
-            d = Difference.of(first.values, second.values)
+            d = paired_difference(first.values, second.values)
             comparison = Comparison(
                 claim=claim.says,
                 where=where,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +17,19 @@ import pandas as pd
 
 from fedhet.base.errors import SettingsError, StateError, nearest
 from fedhet.base.metrics import ACCURACY, MAX_ERROR, Metric, in_order, metric_of
-from fedhet.report.differences import TESTS, Difference, holm, p_value, samples_text
+from fedhet.report.differences import (
+    TESTS,
+    Difference,
+    Spread,
+    holm,
+    p_value,
+    paired_difference,
+    samples_text,
+    smallest,
+    spread_of,
+)
 from fedhet.report.run import TEST_SETS, Run, load_run, where
-from fedhet.runs.measures import Tail
-from fedhet.runs.records import COMMON, KINDS, NAN, Score
+from fedhet.runs.records import KINDS, NAN
 from fedhet.runs.units import path_text, percent, plural, position, score
 from fedhet.settings.run import where_it_ran
 from fedhet.settings.text import as_text
@@ -36,21 +45,6 @@ BASELINE = "local"
 
 
 # --- groups of runs ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation over the runs in a group; std is NaN for a single run."""
-
-    mean: float = NAN
-    std: float = NAN
-    n: int = 0
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Compute the spread of the values, ignoring NaN."""
-        series = pd.Series([*values], dtype=float)
-        return cls(float(series.mean()), float(series.std()), int(series.count()))
 
 
 @dataclass(frozen=True)
@@ -94,35 +88,25 @@ class Group:
             kind = next((run.kinds(protocol)[0] for run in self.runs if run.kinds(protocol)), "")
         return protocol, kind
 
-    def score(self, column: Column) -> Spread:
-        """Return the mean and std, over runs, of the mean score in the last round."""
+    def score(self, column: Column, statistic: str = "mean") -> Spread:
+        """Return the mean and std, over runs, of a statistic over clients (see `Run.statistic`)."""
         column = self.resolved(column)
-        return Spread.of(run.last(*column).mean for run in self.runs)
-
-    def tail(self, column: Column) -> Spread:
-        """Return the mean and std, over runs, of the mean score in the last fifth of the rounds."""
-        column = self.resolved(column)
-        return Spread.of(run.tail(*column).mean for run in self.runs)
-
-    def worst(self, column: Column) -> Spread:
-        """Return the mean and std, over runs, of the worst client's score in the last round."""
-        column = self.resolved(column)
-        return Spread.of(run.last(*column).worst for run in self.runs)
+        return spread_of(run.statistic(statistic, *column) for run in self.runs)
 
     def test_samples(self, column: Column) -> float | None:
         """Return the smallest number of test samples of any run, or None if it is unknown."""
         column = self.resolved(column)
         return smallest(run.test_samples(*column) for run in self.runs)
 
-    def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
-        """Return the runs' mean scores by seed; `of` is `Run.last` or `Run.tail`."""
+    def by_seed(self, column: Column, statistic: str) -> pd.Series:
+        """Return a statistic of the runs' scores by seed."""
         column = self.resolved(column)
-        means = {run.seed: of(run, *column).mean for run in self.runs if run.seed is not None}
-        return pd.Series(means, dtype=float)
+        values = {run.seed: run.statistic(statistic, *column) for run in self.runs}
+        return pd.Series({s: v for s, v in values.items() if s is not None}, dtype=float)
 
     def total(self, cost: str) -> Spread:
         """Return the mean and std, over runs, of an entry of `Run.totals`, such as `bytes_up`."""
-        return Spread.of(float(run.totals[cost]) for run in self.runs)
+        return spread_of(float(run.totals[cost]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
         """Return the mean and std of the score in each round, and the mean cumulative costs."""
@@ -142,12 +126,6 @@ class Group:
         """Return the mean and std of a method's metric in each round."""
         absent = pd.Series(dtype=float)
         return over_seeds([run.method_metrics.get(metric, absent) for run in self.runs])
-
-
-def smallest(counts: Iterable[float | None]) -> float | None:
-    """Return the smallest number of test samples, or None if any number is unknown."""
-    known = [*counts]
-    return None if None in known or not known else min(each for each in known if each is not None)
 
 
 def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
@@ -328,7 +306,7 @@ class Comparison:
             means = run.curve(*group.resolved(self.headline))["mean"]
             reached = means.index[sign * means >= sign * self.target]
             costs.append(float(run.costs[cost][reached[0]]) if len(reached) else NAN)
-        return Spread.of(costs)
+        return spread_of(costs)
 
     @property
     def has_clock(self) -> bool:
@@ -342,25 +320,16 @@ class Comparison:
 
     @property
     def test_samples(self) -> str:
-        """Numbers of test samples of the headline score, as text.
+        """Numbers of test samples of the headline score, as text."""
+        scored = [group for group in self.groups if group.score(self.headline).n]
+        counts = (group.test_samples(self.headline) for group in scored)
+        return samples_text(counts, self.headline[0])
 
-        For splits of different sizes, this is the effective number, which determines the error.
-        """
-        text = samples_text(
-            group.test_samples(self.headline)
-            for group in self.groups
-            if group.score(self.headline).n
-        )
-        return text if self.headline[0] == COMMON else text.replace("test", "effective test", 1)
-
-    @property
-    def basis(self) -> str:
-        """Description of the table and of the order of its rows."""
-        metric = "" if self.metric.name == ACCURACY else f", {self.metric.title}"
-        return (
-            f"last round{metric}, mean ± std over seeds; ordered by {' '.join(self.headline)} "
-            f"({self.test_samples})"
-        )
+    def label(self, group: Group, column: Column) -> str:
+        """Return the label of a group, with the kind of model if the compared kinds differ."""
+        used = {each.resolved(self.headline)[1] for each in self.groups}
+        used |= {pair.baseline_column[1] for pair in self.pairs}
+        return f"{group.label} ({column[1]})" if len(used - {""}) > 1 else group.label
 
     @property
     def title(self) -> str:
@@ -561,7 +530,11 @@ def cautions(groups: Sequence[Group], column: Column) -> list[str]:
     notes += unequal("The models differ", {group.label: group.model_names for group in groups})
     notes += unequal(
         "The test sets differ",
-        {name: samples_text([count]) for name, count in test_sets.items() if count is not None},
+        {
+            name: samples_text([count], column[0])
+            for name, count in test_sets.items()
+            if count is not None
+        },
     )
     notes += _unequal_splits(groups)
     missing = [group.label for group in groups if group.score(column).n == 0]
@@ -651,10 +624,12 @@ def pair_groups(
                 sides = group.test_samples(column), baseline.test_samples(baseline_column)
                 samples = smallest(sides)
             last, tail = (
-                Difference.of(
-                    group.by_seed(column, of), baseline.by_seed(baseline_column, of), samples
+                paired_difference(
+                    group.by_seed(column, statistic),
+                    baseline.by_seed(baseline_column, statistic),
+                    samples,
                 )
-                for of in (Run.last, Run.tail)
+                for statistic in ("mean", "tail")
             )
         pairs.append(
             Pair(group, baseline, column, baseline_column, last, tail, p_value(last, test))

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.metrics import ACCURACY
 from fedhet.report import style
-from fedhet.report.comparison import HEADLINE, Column, Comparison, Group, Spread, compare
+from fedhet.report.comparison import HEADLINE, Column, Comparison, Group, compare
 from fedhet.report.differences import TESTS, Difference
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, where
@@ -48,15 +48,16 @@ from fedhet.runs.units import (
 
 MAX_CURVES = 12
 """Maximum number of curves in a plot; only the best groups are shown."""
-COSTS = ("bytes_up", "bytes_down", "seconds", "start")
-TAIL_OF = "tail: mean over the last fifth of the rounds, for"
+COSTS = ("bytes_up", "bytes_down", "seconds", "start", "seconds_a_round", "clock")
+"""Entries of `Run.totals` that compare.json contains."""
+EFFECTIVE = (
+    "Effective test samples: number of clients times the harmonic mean of their test splits. This "
+    "number determines the error of a mean over clients, and is at most the sum of the splits."
+)
 PAIRED = (
-    "Paired differences: mean ± standard error over the n shared seeds and the test samples. "
+    "Paired differences: mean ± standard error over the n shared seeds{}. "
     f"{MARK}: the 95 % confidence interval (Student's t) excludes zero."
 )
-EFFECTIVE = "Effective samples: number of clients times the harmonic mean of their test splits."
-SEEDS_ONLY = PAIRED.replace(" and the test samples", "")
-"""Legend for metrics other than the accuracy, whose error due to test samples is unknown."""
 UNKNOWN = (
     "If the number of test samples is unknown, the standard error covers only the seeds, so the "
     "difference can be one test sample."
@@ -65,6 +66,8 @@ WORDS = ("run", "dataset", "model")
 """Columns of a comparison's table that contain text."""
 MAX_COLUMNS = 6
 """Maximum number of columns that fit into the text width of a paper."""
+MIN_P = 0.0001
+"""Smallest p-value that is shown as a number."""
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -134,17 +137,17 @@ def comparison_html(dirs: Sequence[Path | str]) -> str:
 
 def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
     """Return the HTML report of a comparison."""
-    groups, metric = comparison.groups, comparison.metric
-    spreads = [(group.label, group.score(comparison.headline)) for group in groups]
+    groups, metric, headline = comparison.groups, comparison.metric, comparison.headline
     # The scores of all groups are undefined if, e.g., no model made a finite prediction.
-    (label, best), *following = [each for each in spreads if each[1].n] or spreads[:1]
-    hero = {"std over seeds": score(best.std, metric.name)} if best.n > 1 else {}
+    best, *following = [each for each in groups if each.score(headline).n] or groups[:1]
+    spread = best.score(headline)
+    hero = {"std over seeds": score(spread.std, metric.name)} if spread.n > 1 else {}
     worse, last = ("above", "highest") if metric.lower_is_better else ("below", "lowest")
-    shown = [*following[:1], *following[1:][-1:]]
-    for name, (other, spread) in zip(["next", last], shown, strict=False):
-        hero[name] = f"{other}, {score(abs(best.mean - spread.mean), metric.name)} {worse}"
-    protocol, kind = groups[0].resolved(comparison.headline)
-    of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
+    for name, group in zip(["next", last], [*following[:1], *following[1:][-1:]], strict=False):
+        gap = score(abs(spread.mean - group.score(headline).mean), metric.name)
+        hero[name] = f"{comparison.label(group, group.resolved(headline))}, {gap} {worse}"
+    protocol, kind = best.resolved(headline)
+    of = f"mean {metric.title} of {best.label}: {kind} models {where(protocol)}, last round"
     # Omit empty columns, and the column `dataset` if all groups have the same dataset.
     cells = comparison_cells(comparison).columns
     texts = {header: {cell.text for cell in column} for header, column in cells.items()}
@@ -162,25 +165,25 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         comparison=comparison,
         groups=groups,
         datasets=sorted({group.dataset for group in groups}),
-        hero={"value": score(best.mean, metric.name), "description": of, **hero},
+        hero={"value": score(spread.mean, metric.name), "description": of, **hero},
         table=Cells(kept, words=sum(header in WORDS for header in kept)),
+        legend=table_legend(comparison),
         paired=paired_cells(comparison),
-        paired_basis=paired_legend(comparison),
+        paired_legend=paired_legend(comparison),
         plots=[panel.chart() for panel in panels],
         shared=settings.loc[:, ~differs].bfill().iloc[0].fillna(ABSENT).to_dict(),
         differing=settings.loc[:, differs].fillna(ABSENT).to_dict("list"),
-    )  # fmt: skip
+    )
 
 
 def to_markdown(comparison: Comparison) -> str:
     """Return the tables and notes of a comparison as Markdown."""
-    headline = " ".join(comparison.headline)
-    basis = f"L{comparison.basis[1:]}. {TAIL_OF[0].upper()}{TAIL_OF[1:]} {headline}."
-    notes = "".join(f"- {escape_markdown(note)}\n" for note in comparison.notes)
-    table = markdown(comparison_cells(comparison))
-    paired = paired_cells(comparison)
-    below = f"\n{markdown(paired)}\n{paired_legend(comparison)}\n" if paired else ""
-    return f"{table}\n{basis}\n{below}" + (f"\n{notes}" if notes else "")
+    parts = [markdown(comparison_cells(comparison)), f"{table_legend(comparison)}\n"]
+    if (paired := paired_cells(comparison)) is not None:
+        parts += [markdown(paired), f"{paired_legend(comparison)}\n"]
+    if comparison.notes:
+        parts.append("".join(f"- {escape_markdown(note)}\n" for note in comparison.notes))
+    return "\n".join(parts)
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
@@ -197,7 +200,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
         by_protocol: dict[str, dict[str, object]] = {}
         for column in comparison.columns:
             if column[1] != HEADLINE and (spread := group.score(column)).n:
-                extra = {"tail": asdict(group.tail(column)), "worst": asdict(group.worst(column))}
+                extra = {name: asdict(group.score(column, name)) for name in ("tail", "worst")}
                 by_protocol.setdefault(column[0], {})[column[1]] = asdict(spread) | extra
         return by_protocol
 
@@ -211,9 +214,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
             "settings": dict(group.settings),
             comparison.metric.name: scores(group),
             **{cost: asdict(group.total(cost)) for cost in COSTS},
-            "seconds_a_round": asdict(group.total("seconds_a_round")),
             "bytes_to_target": asdict(comparison.to_target(group, "bytes")),
-            "clock": asdict(group.total("clock")),
             "clock_to_target": asdict(comparison.to_target(group, "clock")),
             "curve": curve(group.curve(comparison.headline)),
             "figures": {
@@ -245,44 +246,67 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
 
 def comparison_cells(comparison: Comparison) -> Cells:
     """Build the table of a comparison, with one row per group."""
-    groups, headline, metric = comparison.groups, comparison.headline, comparison.metric.name
-    names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
+    headline, target, clock = comparison.headline, comparison.target_label, comparison.has_clock
 
-    def accuracies(spreads: Sequence[Spread]) -> list[Cell]:
-        texts = (plus_minus(each.mean, each.std, metric=metric) for each in spreads)
-        return [Cell(text, each.mean) for text, each in zip(texts, spreads, strict=True)]
+    def scores(column: Column, statistic: str = "mean") -> Callable[[Group], Cell]:
+        def cell(group: Group) -> Cell:
+            spread = group.score(column, statistic)
+            text = plus_minus(spread.mean, spread.std, metric=comparison.metric.name)
+            return Cell(text, spread.mean)
 
-    def totals(cost: str, shown: Callable[[float], str]) -> list[Cell]:
-        return [mean_cell(group.total(cost), shown) for group in groups]
+        return cell
 
-    def to_target(cost: str, shown: Callable[[float], str]) -> list[Cell]:
-        spreads = [(comparison.to_target(group, cost), len(group.runs)) for group in groups]
-        return [mean_cell(spread, shown, runs) for spread, runs in spreads]
+    def total(cost: str, shown: Callable[[float], str]) -> Callable[[Group], Cell]:
+        return lambda group: mean_cell(group.total(cost), shown)
 
+    def to_target(cost: str, shown: Callable[[float], str]) -> Callable[[Group], Cell]:
+        return lambda group: mean_cell(comparison.to_target(group, cost), shown, len(group.runs))
+
+    # Each column has a header, a condition, and the rule of its cells.
+    rules: list[tuple[str, bool, Callable[[Group], Cell]]] = [
+        ("run", True, lambda group: Cell(_named(group))),
+        ("dataset", True, lambda group: Cell(printable(group.dataset))),
+        # Without a column for the kind, the header of the score names it.
+        ("model", headline[1] == HEADLINE,
+         lambda group: Cell(printable(group.resolved(headline)[1] or ABSENT))),
+        ("n", True, lambda group: Cell(str(len(group.runs)), len(group.runs))),
+        *((" ".join(column), True, scores(column)) for column in comparison.columns),
+        ("tail", True, scores(headline, "tail")),
+        ("worst client", True, scores(headline, "worst")),
+        ("epsilon", any(group.total("epsilon").n for group in comparison.groups),
+         total("epsilon", score)),
+        ("bytes up", True, total("bytes_up", human_bytes)),
+        ("bytes down", True, total("bytes_down", human_bytes)),
+        (f"bytes to {target}", True, to_target("bytes", human_bytes)),
+        ("simulated time", clock, total("clock", human_seconds)),
+        (f"simulated time to {target}", clock, to_target("clock", human_seconds)),
+        ("time", True, total("seconds", human_seconds)),
+        ("start", True, total("start", human_seconds)),
+        ("per round", True, total("seconds_a_round", human_seconds)),
+    ]  # fmt: skip
     columns = {
-        "run": [Cell(name) for name in names],
-        "dataset": [Cell(printable(group.dataset)) for group in groups],
-        "model": [Cell(printable(group.resolved(headline)[1] or ABSENT)) for group in groups],
-        "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
+        header: [rule(group) for group in comparison.groups]
+        for header, is_shown, rule in rules
+        if is_shown
     }
-    for column in comparison.columns:
-        columns[" ".join(column)] = accuracies([group.score(column) for group in groups])
-    columns["tail"] = accuracies([group.tail(headline) for group in groups])
-    columns["worst client"] = accuracies([group.worst(headline) for group in groups])
-    if any(group.total("epsilon").n for group in groups):
-        columns["epsilon"] = totals("epsilon", score)
-    columns["bytes up"] = totals("bytes_up", human_bytes)
-    columns["bytes down"] = totals("bytes_down", human_bytes)
-    columns[f"bytes to {comparison.target_label}"] = to_target("bytes", human_bytes)
-    if comparison.has_clock:
-        columns["simulated time"] = totals("clock", human_seconds)
-        columns[f"simulated time to {comparison.target_label}"] = to_target("clock", human_seconds)
-    columns["time"] = totals("seconds", human_seconds)
-    columns["start"] = totals("start", human_seconds)
-    columns["per round"] = totals("seconds_a_round", human_seconds)
-    if headline[1] != HEADLINE:  # The header of the column names the kind of all models.
-        del columns["model"]
-    return Cells(columns, words=2 + ("model" in columns))
+    return Cells(columns, words=sum(header in WORDS for header in columns))
+
+
+def _named(group: Group) -> str:
+    """Return the label of a group, with an asterisk if a run is unfinished."""
+    return printable(group.label) + ("" if group.finished else " *")
+
+
+def table_legend(comparison: Comparison) -> str:
+    """Return the legend for the table of a comparison."""
+    protocol, metric = comparison.headline[0], comparison.metric.title
+    legend = (
+        "Mean over clients in the last round, ± standard deviation over seeds. Tail: mean over the "
+        f"last fifth of the rounds. Rows are ordered by the {metric} of {comparison.models} "
+        f"{where(protocol)} ({comparison.test_samples}). The tail and the worst client also refer "
+        "to this score."
+    )
+    return legend if protocol == COMMON else f"{legend} {EFFECTIVE}"
 
 
 def paired_cells(comparison: Comparison) -> Cells | None:
@@ -291,72 +315,53 @@ def paired_cells(comparison: Comparison) -> Cells | None:
     if all(pair.fault for pair in pairs):
         return None
 
-    def differences(values: Sequence[tuple[Difference, str]]) -> list[Cell]:
-        return [
-            Cell(
-                f"{difference(d.mean, metric)} ± {score(d.se, metric)}"
-                f"{f' {MARK}' if d.is_clear else ''}",
-                d.mean,
-            )
-            if d.n > 1
-            else Cell(absent, NAN)
-            for d, absent in values
-        ]
+    def gain(values: Difference, absent: str) -> Cell:
+        if values.n < 2:
+            return Cell(absent, NAN)
+        mark = f" {MARK}" if values.is_clear else ""
+        text = f"{difference(values.mean, metric)} ± {score(values.se, metric)}{mark}"
+        return Cell(text, values.mean)
 
-    # Name the kinds of models unless all groups and baselines have the same kind.
-    differ = len({column for pair in pairs for column in (pair.column, pair.baseline_column)}) > 1
-
-    def named(group: Group, column: Column) -> str:
-        return f"{group.label} ({column[1]})" if differ else group.label
-
-    against = [named(pair.baseline, pair.baseline_column) for pair in pairs]
     columns = {
-        "run": [Cell(printable(named(pair.group, pair.column))) for pair in pairs],
-        "against": [Cell(printable(label)) for label in against],
+        "run": [Cell(printable(comparison.label(each.group, each.column))) for each in pairs],
+        "against": [
+            Cell(printable(comparison.label(each.baseline, each.baseline_column))) for each in pairs
+        ],
         "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
-        **(
-            {
-                "test samples" if comparison.headline[0] == COMMON else "effective samples": [
-                    _samples(pair.last.samples) for pair in pairs
-                ]
-            }
-            if metric == ACCURACY
-            else {}
-        ),
-        "last round": differences([(pair.last, pair.fault) for pair in pairs]),
-        "tail": differences([(pair.tail, ABSENT) for pair in pairs]),
     }
+    if metric == ACCURACY:
+        is_common = comparison.headline[0] == COMMON
+        columns["test samples" if is_common else "effective test samples"] = [
+            Cell("unknown", NAN) if count is None else Cell(f"{count:,.0f}", count)
+            for count in (pair.last.samples for pair in pairs)
+        ]
+    columns["last round"] = [gain(pair.last, pair.fault) for pair in pairs]
+    columns["tail"] = [gain(pair.tail, ABSENT) for pair in pairs]
     if comparison.test != "none":
-        columns["p"] = [Cell(score(pair.p), pair.p) for pair in pairs]
+        columns["p"] = [
+            Cell(f"< {MIN_P}" if pair.p < MIN_P else score(pair.p), pair.p) for pair in pairs
+        ]
     return Cells(columns, words=2)
-
-
-def _samples(count: float | None) -> Cell:
-    """Format a number of test samples; a difference without this number has no error for it."""
-    return Cell("unknown" if count is None else f"{count:,.0f}", NAN if count is None else count)
 
 
 def paired_legend(comparison: Comparison) -> str:
     """Return the legend for the paired differences."""
-    legend = PAIRED if comparison.metric.name == ACCURACY else SEEDS_ONLY
-    if comparison.metric.name == ACCURACY and comparison.headline[0] != COMMON:
-        legend += f" {EFFECTIVE}"
-    if any(pair.last.n > 1 and pair.last.samples is None for pair in comparison.pairs):
-        legend += f" {UNKNOWN}" if comparison.metric.name == ACCURACY else ""
-    if comparison.test == "none":
-        return legend
-    return (
-        f"{legend} p: two-sided {TESTS[comparison.test]} of the last round, with Holm's correction "
-        "across rows."
-    )
+    # The error of other metrics due to test samples is unknown.
+    is_accuracy = comparison.metric.name == ACCURACY
+    parts = [PAIRED.format(" and the test samples" if is_accuracy else "")]
+    if is_accuracy and any(p.last.n > 1 and p.last.samples is None for p in comparison.pairs):
+        parts.append(UNKNOWN)
+    if comparison.test != "none":
+        test = TESTS[comparison.test]
+        parts.append(f"p: two-sided {test} of the last round, with Holm's correction across rows.")
+    return " ".join(parts)
 
 
 def comparison_table(comparison: Comparison) -> Blocks:
-    """Build the terminal table of a comparison, with its notes as the caption."""
-    headline = " ".join(comparison.headline)
-    notes = [f"{TAIL_OF} {headline}", *comparison.notes]
-    lines = "\n".join(map(printable, notes))
-    return Blocks(comparison_cells(comparison), comparison.basis, lines)
+    """Build the terminal table of a comparison, with its legend and notes as the caption."""
+    lines = map(printable, (table_legend(comparison), *comparison.notes))
+    title = f"last round: {' '.join(comparison.headline)}"
+    return Blocks(comparison_cells(comparison), title, "\n".join(lines))
 
 
 def paired_table(comparison: Comparison) -> Blocks | None:
@@ -390,9 +395,9 @@ def comparison_latex(comparison: Comparison) -> str:
     clear = {pair.group.label for pair in comparison.pairs if pair.last.is_clear}
     marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
     unit = " Scores are fractions, not percentages." if comparison.metric.is_fraction else ""
-    basis = f"L{comparison.basis[1:]}.{unit}"
     counts = sorted({len(group.runs) for group in comparison.groups})
-    basis += f" Number of seeds: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    basis = f"{table_legend(comparison)}{unit} Number of seeds: {seeds}."
     if marked:
         baselines = dict.fromkeys(pair.baseline.label for pair in comparison.pairs)
         basis += (

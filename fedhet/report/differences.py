@@ -1,4 +1,4 @@
-"""Differences between two methods: standard error, confidence interval, verdict, and tests.
+"""Statistics over seeds: means, and differences between two methods with error and verdict.
 
 A difference has two sources of error, and `Difference` combines them. Every table, comparison, and
 sweep uses this class, so that a difference has the same verdict everywhere.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 from scipy import special
 
-from fedhet.runs.records import NAN
+from fedhet.runs.records import COMMON, NAN
 
 LEVEL = 0.05
 """Significance level of a difference; the confidence level of its interval is 1 - LEVEL."""
@@ -61,26 +61,50 @@ def effective_samples(counts: Collection[int], protocol: str) -> float | None:
 
     On the common test set, clients share the test samples, so the result is the harmonic mean of
     `counts`. On the clients' own test splits, the samples differ, so the variance of the mean is
-    the mean variance divided by the number of clients K. The result is K times the harmonic mean.
+    the mean variance divided by the number of clients K. The result is K times the harmonic mean,
+    which is at most the sum of `counts`.
     """
     if not counts or min(counts) < 1:
         return None
     harmonic = len(counts) / sum(1 / count for count in counts)
-    return harmonic * (1 if protocol == "common" else len(counts))
+    return harmonic * (1 if protocol == COMMON else len(counts))
 
 
-def samples_text(counts: Iterable[float | None]) -> str:
+def smallest(counts: Iterable[float | None]) -> float | None:
+    """Return the smallest number of test samples, or None if any number is unknown."""
+    known = [*counts]
+    return None if None in known or not known else min(each for each in known if each is not None)
+
+
+def samples_text(counts: Iterable[float | None], protocol: str = COMMON) -> str:
     """Format numbers of test samples, e.g. "359 test samples" or "114 to 359 test samples".
 
-    Numbers may be unknown (None).
+    Numbers may be unknown (None). On the clients' own test splits, the numbers are effective
+    numbers (see `effective_samples`), and are called so.
     """
     found = [*counts]
     known = sorted({round(each) for each in found if each is not None})
+    noun = "test sample" if protocol == COMMON else "effective test sample"
     if not known:
-        return "unknown number of test samples"
+        return f"unknown number of {noun}s"
     ends = dict.fromkeys((f"{known[0]:,}", f"{known[-1]:,}"))
     more = ", partly unknown" if None in found else ""
-    return f"{' to '.join(ends)} test sample{'' if known == [1] else 's'}{more}"
+    return f"{' to '.join(ends)} {noun}{'' if known == [1] else 's'}{more}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over runs; std is NaN for a single run."""
+
+    mean: float = NAN
+    std: float = NAN
+    n: int = 0
+
+
+def spread_of(values: Iterable[float]) -> Spread:
+    """Compute the spread of the values, ignoring NaN."""
+    series = pd.Series([*values], dtype=float)
+    return Spread(float(series.mean()), float(series.std()), int(series.count()))
 
 
 @dataclass(frozen=True)
@@ -106,28 +130,6 @@ class Difference:
     samples: float | None = None
     """Number of test samples, or None if it is unknown or if the score is not an accuracy."""
     per_seed: Mapping[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, scores: pd.Series, baseline: pd.Series, samples: float | None = None, unit: float = 1.0
-    ) -> Difference:
-        """Compute `scores` minus `baseline`; both series are indexed by seed.
-
-        Args:
-            scores: Scores of the method, by seed.
-            baseline: Scores of the other method, by seed.
-            samples: Number of test samples, or None for scores that are not accuracies.
-            unit: Value of the accuracy of a perfect model: 1, or 100 for percentages.
-        """
-        differences = (scores - baseline).dropna().sort_index().round(DIGITS)
-        per_seed = {int(seed): float(value) for seed, value in differences.items()}
-        count = len(per_seed)
-        if count < 2:
-            return cls(n=count, samples=samples, per_seed=per_seed)
-        mean = float(differences.mean())
-        seed_error = float(differences.sem(ddof=1)) if differences.nunique() > 1 else 0.0
-        floor = 0.0 if samples is None else unit * sample_error(mean / unit, samples)
-        return cls(mean, seed_error, count, floor, samples, per_seed)
 
     @property
     def se(self) -> float:
@@ -179,6 +181,28 @@ class Difference:
         if abs(above) <= self.margin:
             return "within noise"
         return "holds" if above > 0 else "does not hold"
+
+
+def paired_difference(
+    scores: pd.Series, baseline: pd.Series, samples: float | None = None, unit: float = 1.0
+) -> Difference:
+    """Compute `scores` minus `baseline`; both series are indexed by seed.
+
+    Args:
+        scores: Scores of the method, by seed.
+        baseline: Scores of the other method, by seed.
+        samples: Number of test samples, or None for scores that are not accuracies.
+        unit: Value of the accuracy of a perfect model: 1, or 100 for percentages.
+    """
+    differences = (scores - baseline).dropna().sort_index().round(DIGITS)
+    per_seed = {int(seed): float(value) for seed, value in differences.items()}
+    count = len(per_seed)
+    if count < 2:
+        return Difference(n=count, samples=samples, per_seed=per_seed)
+    mean = float(differences.mean())
+    seed_error = float(differences.sem(ddof=1)) if differences.nunique() > 1 else 0.0
+    floor = 0.0 if samples is None else unit * sample_error(mean / unit, samples)
+    return Difference(mean, seed_error, count, floor, samples, per_seed)
 
 
 def p_value(difference: Difference, test: str) -> float:

@@ -67,7 +67,8 @@ TEST_SAMPLES = {
     "mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000,
 }  # fmt: skip
 """Size of the common test set of each published dataset, for runs that did not record it."""
-STATISTICS = ["mean", "std", "worst"]
+STATISTICS = ("mean", "std", "worst", "tail")
+"""Statistics of a score over clients; see `Run.statistic`."""
 STAGES = ("train", "evaluate", "server", "overhead")
 
 
@@ -292,6 +293,12 @@ class Run:
         """
         return tail_of(self.records, protocol, kind, self.metric)
 
+    def statistic(self, name: str, protocol: str, kind: str) -> float:
+        """Return "mean", "std" or "worst" over clients in the last round, or the mean "tail"."""
+        if name == "tail":
+            return self.tail(protocol, kind).mean
+        return float(getattr(self.last(protocol, kind), name))
+
     @property
     def baseline_column(self) -> tuple[str, str] | None:
         """Protocol and kind of the baseline's score to compare with the headline score."""
@@ -317,7 +324,8 @@ class Run:
         scores = {r.round: r.score(self.metric, protocol, kind) for r in self.records}
         rows = {number: (s.mean, s.std, s.worst) for number, s in scores.items() if s}
         index = pd.Index(rows, name="round", dtype=int)
-        return pd.DataFrame([*rows.values()], index, columns=STATISTICS, dtype=float)
+        columns = ["mean", "std", "worst"]
+        return pd.DataFrame([*rows.values()], index, columns=columns, dtype=float)
 
     def by_client(self, protocol: str, kind: str) -> pd.DataFrame:
         """Return the score of each client (column) in each evaluated round (row)."""

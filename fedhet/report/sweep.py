@@ -18,13 +18,13 @@ from rich.table import Table
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.metrics import ACCURACY, Metric, metric_of
 from fedhet.report import style
-from fedhet.report.comparison import choose_metrics, smallest
-from fedhet.report.differences import Difference, samples_text
+from fedhet.report.comparison import choose_metrics
+from fedhet.report.differences import paired_difference, samples_text, smallest
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Cell, Cells, markdown
-from fedhet.runs.records import VALIDATION
+from fedhet.runs.records import COMMON, VALIDATION
 from fedhet.runs.units import human_number, path_text, plural, plus_minus, printable
 from fedhet.settings.text import as_text
 
@@ -125,12 +125,11 @@ class Sweep:
     @property
     def test_samples(self) -> str:
         """Numbers of test samples of the headline score, as text."""
-        return samples_text(
-            run.test_samples(*run.columns[0])
-            for runs in self.runs.values()
-            for run in runs
-            if run.columns
-        )
+        columns = [
+            (run, run.columns[0]) for runs in self.runs.values() for run in runs if run.columns
+        ]
+        protocol = columns[0][1][0] if columns else COMMON
+        return samples_text((run.test_samples(*column) for run, column in columns), protocol)
 
     def unclear(self, quantity: str, best: int) -> tuple[int, int]:
         """Return how many other points are within noise of the point `best`, and were compared.
@@ -150,7 +149,7 @@ class Sweep:
             return smallest(run.test_samples(protocol, kind) for run in runs[number])
 
         differences = [
-            Difference.of(
+            paired_difference(
                 by_seed(best),
                 by_seed(number),
                 smallest([samples(best), samples(number)]) if is_accuracy else None,

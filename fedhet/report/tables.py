@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,8 +29,7 @@ from fedhet.base.metrics import (
     is_shown,
     metric_of,
 )
-from fedhet.report.comparison import Spread, smallest
-from fedhet.report.differences import sample_error, samples_text
+from fedhet.report.differences import Spread, sample_error, samples_text, smallest
 from fedhet.report.run import MEANING, STATISTICS, Run, client_with, where
 from fedhet.runs.records import COMMON, HELD_OUT, HELD_OUT_EPOCH, NAN, VALIDATION
 from fedhet.runs.units import (
@@ -88,6 +88,10 @@ class Cell:
         return self.value if math.isfinite(self.value) else ""
 
 
+EMPTY = Cell(ABSENT, NAN)
+"""Cell without a value, which is last in each order."""
+WORDS = {"client", "owner", "model"}
+"""Columns of the clients' table that contain text."""
 Row = tuple[Cell, ...]
 
 
@@ -118,44 +122,60 @@ def client_cells(run: Run, *, extra_metrics: bool = True) -> Cells:
 
     With `extra_metrics`, the table includes metrics other than the headline metric.
     """
-    properties = {"client": [Cell(printable(name)) for name in run.clients]}
-    if run.partition and (owners := run.partition.owners):
-        names = (owners.get(name, ABSENT) for name in run.clients)
-        properties["owner"] = [Cell(printable(name)) for name in names]
-    if run.models:
-        properties["model"] = [Cell(run.models.get(name, ABSENT)) for name in run.clients]
-    words = len(properties)
-    if run.samples:
-        counts = [run.samples.get(name) for name in run.clients]
-        cells = [Cell(ABSENT, 0) if n is None else Cell(f"{n:,}", n) for n in counts]
-        properties["samples"] = cells
-    if epsilon := run.records[-1].epsilon:
-        properties["epsilon"] = [_number(epsilon.get(name, NAN)) for name in run.clients]
-    shown = [(run, column, " ".join(column)) for column in run.columns]
-    for title, view in run.extra_metrics if extra_metrics else ():
-        shown += [(view, column, f"{title}, {' '.join(column)}") for column in view.columns]
+    # Each property has a value for each client, and the format of a value. Properties without any
+    # value are not shown.
+    properties: list[tuple[str, Mapping[str, Any], Callable[[Any], Cell]]] = [
+        ("client", dict(zip(run.clients, run.clients, strict=True)), _text),
+        ("owner", run.partition.owners if run.partition else {}, _text),
+        ("model", run.models, Cell),
+        ("samples", run.samples, _count),
+        ("epsilon", run.records[-1].epsilon, _number),
+    ]
+    columns = {
+        title: [shown(values[name]) if name in values else EMPTY for name in run.clients]
+        for title, values, shown in properties
+        if values
+    }
+    words, blank = len(columns.keys() & WORDS), [""] * (len(columns) - 1)
+
+    scores = [(" ".join(column), run, column) for column in run.columns]
+    for metric, view in run.extra_metrics if extra_metrics else ():
+        scores += [(f"{metric}, {' '.join(column)}", view, column) for column in view.columns]
     if run.baseline and run.baseline_column:
         title = f"{run.baseline.method} {' '.join(run.baseline_column)}"
-        shown.append((run.baseline, run.baseline_column, title))
-    scores = [(view.last(*column), view.metric) for view, column, _ in shown]
-    values = {
-        title: [_number(each.per_client.get(name, NAN), metric) for name in run.clients]
-        for (each, metric), (_, _, title) in zip(scores, shown, strict=True)
+        scores.append((title, run.baseline, run.baseline_column))
+    for title, view, column in scores:
+        each = view.last(*column).per_client
+        columns[title] = [_number(each.get(name, NAN), view.metric) for name in run.clients]
+
+    # Each row of the footer has a rule for the column of a score.
+    foot: dict[str, Callable[[Run, str, str], str]] = {
+        name: lambda view, *column, name=name: score(view.statistic(name, *column), view.metric)
+        for name in STATISTICS
     }
-    blank = [""] * (len(properties) - 1)
-    foot = [
-        [statistic, *blank, *(score(getattr(each, statistic), metric) for each, metric in scores)]
-        for statistic in STATISTICS
+    if any(view.majority(protocol) for _, view, (protocol, _) in scores):
+        foot[constant_of(run)[0]] = lambda view, protocol, _: score(
+            constant_score(view, protocol), run.metric
+        )
+    foot["clients"] = Run.client_count
+    rows = [
+        [name, *blank, *(rule(view, *column) for _, view, column in scores)]
+        for name, rule in foot.items()
     ]
-    tails = (score(view.tail(*column).mean, view.metric) for view, column, _ in shown)
-    foot.append(["tail", *blank, *tails])
-    majority = [view.majority(protocol) for view, (protocol, _), _ in shown]
-    if any(majority):
-        means = (float(np.mean([*each.values()] or NAN)) for each in majority)
-        constants = (score(mean, run.metric) for mean in means)
-        foot.append([constant_of(run)[0], *blank, *constants])
-    foot.append(["clients", *blank, *(view.client_count(*column) for view, column, _ in shown)])
-    return Cells({**properties, **values}, foot if scores else [], words)
+    return Cells(columns, rows if scores else [], words)
+
+
+def constant_score(run: Run, protocol: str) -> float:
+    """Return the mean score of the constant prediction over clients, or NaN if it is unknown."""
+    return float(np.mean([*run.majority(protocol).values()] or NAN))
+
+
+def _text(value: str) -> Cell:
+    return Cell(printable(value))
+
+
+def _count(value: int) -> Cell:
+    return Cell(f"{value:,}", value)
 
 
 def _number(value: float, metric: str = ACCURACY) -> Cell:
@@ -408,7 +428,7 @@ def better_kind_line(run: Run) -> str:
     return (
         f"the kind {best} has a higher score than the headline kind {kind} {where(protocol)}: "
         f"{score(scores[best])} instead of {score(headline)}, a difference of more than twice the "
-        f"error ({score(error)}) due to {samples_text([samples])}"
+        f"error ({score(error)}) due to {samples_text([samples], protocol)}"
     )
 
 
@@ -591,17 +611,13 @@ def metric_table(run: Run) -> Blocks | None:
 
     Returns None if there are no such metrics.
     """
-    rows = [
-        (title, column, view.last(*column), view.tail(*column).mean)
-        for title, view in run.extra_metrics
-        for column in view.columns
-    ]
+    rows = [(title, view, column) for title, view in run.extra_metrics for column in view.columns]
     if not rows:
         return None
     columns = {
-        "metric": [Cell(title) for title, _, _, _ in rows],
-        "of": [Cell(" ".join(column)) for _, column, _, _ in rows],
-        **{name: [_number(getattr(last, name)) for _, _, last, _ in rows] for name in STATISTICS},
-        "tail": [_number(tail) for *_, tail in rows],
+        "metric": [Cell(title) for title, _, _ in rows],
+        "of": [Cell(" ".join(column)) for _, _, column in rows],
     }
+    for name in STATISTICS:
+        columns[name] = [_number(view.statistic(name, *column)) for _, view, column in rows]
     return Blocks(Cells(columns, words=2), f"metrics other than {run.metric_title}, over clients")
