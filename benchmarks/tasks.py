@@ -256,7 +256,9 @@ def score_of(out: Path, run: Run, protocol: str) -> float | None:
     directory = place(out, run)
     if not (directory / "summary.json").exists():
         return None
-    headline = Headline.of(find_method(run[0]).spec).model_copy(update={"protocol": protocol})
+    headline = Headline.declared_by(find_method(run[0]).spec).model_copy(
+        update={"protocol": protocol}
+    )
     _, scores = shown_scores(read_records(directory / "metrics.jsonl")[0][-1], headline)
     return next(iter(scores.values())).mean
 

@@ -353,7 +353,7 @@ def test_what_is_shown_without_a_directory_comes_with_fedhet(tmp_path, monkeypat
     with pytest.raises(StateError):
         call("felo-4", "--show", "--out", tmp_path)
     with pytest.raises(SettingsError, match="'--show'"):
-        call("field", "--show")
+        call("claims", "--show")
 
 
 def test_what_a_made_table_leaves_is_what_was_measured(tmp_path):

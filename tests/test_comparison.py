@@ -77,7 +77,7 @@ def test_a_comparisons_numbers(tmp_path: Path) -> None:
         assert spread.mean == pytest.approx(np.mean(means))
         assert spread.std == pytest.approx(np.std(means, ddof=1))
         worst = np.mean([min(each["per_client"].values()) for each in last])
-        assert group.worst((protocol, "private")).mean == pytest.approx(worst)
+        assert group.score((protocol, "private"), "worst").mean == pytest.approx(worst)
     sent = [sum(each["bytes_up"] for each in lines_of(run)) for run in runs]
     assert group.total("bytes_up").mean == pytest.approx(np.mean(sent))
     assert group.total("seconds").mean == pytest.approx(10.0)
@@ -136,6 +136,10 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
     found = compare(runs)
     assert found.headline == ("common", "headline")
     assert [group.resolved(found.headline)[1] for group in found.groups] == ["private", "server"]
+    write_comparison(found, tmp_path / "out")
+    gap = found.groups[0].score(found.headline).mean - found.groups[1].score(found.headline).mean
+    page = Page(tmp_path / "out" / "compare.html").text
+    assert f"next fedgems (server), {gap:.4f} below" in page, "the compared kinds are named"
     with pytest.raises(SettingsError, match=r"^kind: .*private.*server.*sever"):
         compare(runs, kind="sever")
 

@@ -300,10 +300,10 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypa
             raise OSError(28, "No space left on device")
         return keep(self, round, *state)
 
-    keep = Checkpoints.write
+    keep = Checkpoints.write_checkpoint
     config = small("felo", rounds=4)
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "write", full)
+        patch.setattr(Checkpoints, "write_checkpoint", full)
         with pytest.raises(OSError, match="No space left"):
             run(config, tmp_path / "run")
     assert len(list((tmp_path / "run" / "checkpoints").glob("round-*"))) == 2

@@ -14,7 +14,7 @@ from scipy import stats
 from synthetic import lines_of, make
 from typer.testing import CliRunner
 
-from fedhet.base.errors import SettingsError
+from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
 from fedhet.experiments.claims import MEASURED
@@ -369,6 +369,22 @@ def accuracies(method, protocol, pools):
     return runs
 
 
+def test_the_finished_table_is_shown_in_full(tmp_path):
+    rows = [row for row in RECORD["rows"] if row[0] in ("central", "local", "fedavg", "fedbn")]
+    (tmp_path / "field-tiny.json").write_text(json.dumps(RECORD | {"rows": rows}))
+    said = call("--show", "--out", tmp_path)
+    for method in ("local", "fedavg"):
+        line = next(line for line in said.splitlines() if line.startswith(method))
+        runs = accuracies(method, "personal", ("homogeneous",))
+        each = [value for (_, split, _), value in runs.items() if split == "IID"]
+        assert f"{np.mean(each):.1f} ± {np.std(each, ddof=1):.1f}" in line
+    for words in ("Mean rank", "Difference in accuracy from local", "peak memory", "No method was"):
+        assert words in " ".join(said.split()), words
+    assert RECORD["hardware"] in said
+    with pytest.raises(StateError, match=r"field: no finished table found in .*nowhere"):
+        call("--show", "--out", tmp_path / "nowhere")
+
+
 def difference_of(method, protocol, pools):
     """Return the mean difference to local, its standard error, and the interval's half width."""
     ours, local = (accuracies(name, protocol, pools) for name in (method, "local"))
@@ -445,7 +461,7 @@ def test_table_of_equal_methods_recommends_none(tmp_path):
 
 def test_record_has_the_numbers_of_the_runs(tmp_path):
     results = made(tmp_path, {"local": 0.5, "felo": 0.7})
-    record = FieldRecord.model_validate_json(FieldRecord.of(results).to_json())
+    record = FieldRecord.model_validate_json(FieldRecord.from_results(results).to_json())
     for name, cell in itertools.product(("local", "felo"), CELLS):
         for measure in ("personal", "common", "bytes"):
             expected = results.by_seed(name, cell, measure)

@@ -109,7 +109,7 @@ def test_failed_report_keeps_the_run_complete(tmp_path, monkeypatch):
         raise FileNotFoundError("no fedhet.mplstyle\nhere")
 
     console = Console(file=io.StringIO(), width=400)
-    monkeypatch.setattr(report, "write", fail)
+    monkeypatch.setattr(report, "write_all", fail)
     simulate.train(small(rounds=1, clients=2), directory, [Reported(directory, console)])
     (line,) = console.file.getvalue().splitlines()
     assert line.startswith("the run is complete, but its report failed: FileNotFoundError: no fed")
@@ -144,7 +144,7 @@ def test_run_without_evaluable_models_fails(without_result):
 
 def test_report_of_a_failed_run_shows_reason_models_and_memory(without_result):
     directory, fault, _ = without_result
-    report.write(directory)
+    report.write_all(directory)
     page = (directory / "report.html").read_text()
     assert f"failed: 1 of 1 rounds; {fault}" in page.replace("&#39;", "'")
     found = report.load_run(directory)

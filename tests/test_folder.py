@@ -88,7 +88,7 @@ def test_symlinked_figures_directory_stops_the_report(received, mine):
     (received / "figures").symlink_to(mine)
     before = content(mine)
     with pytest.raises(StateError, match="run/figures") as error:
-        report.write(received)
+        report.write_all(received)
     assert one_line(error)
     assert content(mine) == before
 
@@ -98,7 +98,7 @@ def test_report_replaces_a_symlinked_file(received, mine, name):
     (received / "figures").mkdir()
     (received / name).symlink_to(mine / "letter.txt")
     before = content(mine)
-    report.write(received)
+    report.write_all(received)
     assert content(mine) == before
     assert (received / name).is_file()
     assert not (received / name).is_symlink()
@@ -181,7 +181,7 @@ for method in ("fedavg", "um-pfssl"):
     except CutError:
         pass
     run(resumed(config, directory), directory)
-    report.write(directory)
+    report.write_all(directory)
 (root / "fedavg" / "note").write_text("this one goes round")
 write_comparison(compare([root / "fedavg"]), root / "compared")
 export(open_client(root / "fedavg", "client-0"), "safetensors", root / "out" / "model")

@@ -124,7 +124,7 @@ def test_preference_follows_the_simulated_clock_after_resuming(tmp_path, devices
 def known_of_clients(directory):
     """Return the checkpoint's record of each client's last reply."""
     identity = {"run": load_run(directory).origin.run, "method": "fedavg"}
-    facts = Checkpoints(directory, identity).read(8).metadata
+    facts = Checkpoints(directory, identity).read_checkpoint(8).metadata
     return json.loads(facts["pace"])["selection"]["clients"]
 
 

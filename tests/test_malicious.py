@@ -367,7 +367,7 @@ def test_states_and_checkpoints_are_private_to_the_owner(tmp_path):
     store.save(1, {"w": torch.ones(3)}, {"version": 1})
     (tmp_path / "run").mkdir()
     checkpoints = Checkpoints(tmp_path / "run", {"run": "run", "method": "fedavg"})
-    checkpoints.write(1, {"w": np.ones(3, np.float32)}, {})
+    checkpoints.write_checkpoint(1, {"w": np.ones(3, np.float32)}, {})
     found = [path for path in tmp_path.rglob("*.safetensors") if path.is_file()]
     assert len(found) == 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}

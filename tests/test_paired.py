@@ -27,6 +27,7 @@ from fedhet.report import (
     write_comparison,
     write_report,
 )
+from fedhet.report.comparison_report import paired_cells
 from fedhet.report.run import TEST_SAMPLES
 
 BOTH = ("common", "personal")
@@ -203,6 +204,39 @@ def test_a_difference_is_marked_if_its_interval_excludes_zero(
     assert table.count("†") == (3 if clear else 1), "two cells and the caption"
 
 
+def test_a_small_p_value_is_a_bound_and_not_zero(tmp_path: Path) -> None:
+    found = compare(differing(tmp_path, [0.25, 0.25, 0.25]), test="t")
+    assert 0 < found.pairs[0].p < 0.0001
+    write_comparison(found, tmp_path / "out")
+    assert "< 0.0001" in shown(paired_table(found))
+    page = Page(tmp_path / "out" / "compare.html").text
+    assert "< 0.0001" in page
+    assert "0.0000 Paired differences" not in page
+
+
+def test_effective_numbers_of_test_samples_are_named_and_explained(tmp_path: Path) -> None:
+    """Two clients with 10 and 30 test samples have 2 · 15 = 30 effective and 40 test samples."""
+    for number, method in enumerate(("felo", "local")):
+        for path in make_seeds(
+            tmp_path / method, [0, 1], method=method, clients=2, rounds=1, noise=number,
+            protocols=BOTH,
+        ):  # fmt: skip
+            (record,) = lines_of(path)
+            record["tested"] = {"personal": {"client-0": 10, "client-1": 30}}
+            (path / "metrics.jsonl").write_text(json.dumps(record))
+    found = compare([tmp_path], protocol="personal")
+    write_comparison(found, tmp_path / "out")
+    texts = [
+        " ".join(shown(comparison_table(found)).split()),
+        Page(tmp_path / "out" / "compare.html").text,
+        (tmp_path / "out" / "compare.md").read_text(),
+    ]
+    for text in texts:
+        assert "own test split (30 effective test samples)" in text
+        assert "Effective test samples: number of clients times the harmonic mean" in text
+    assert "effective test samples" in paired_cells(found).headers
+
+
 def test_the_baseline_is_named_or_local_or_the_first(tmp_path: Path) -> None:
     for number, (method, top) in enumerate({"felo": 0.8, "velo": 0.7, "local": 0.3}.items()):
         make_seeds(tmp_path / method, [0, 1], method=method, top=top, noise=number)
@@ -369,7 +403,7 @@ def test_an_unknown_number_of_test_samples_is_marked(tmp_path: Path) -> None:
     text = " ".join(shown(paired_table(found)).split())
     assert "unknown" in text
     assert "the difference can be one test sample" in text
-    assert "unknown number of test samples" in found.basis
+    assert "unknown number of test samples" in " ".join(shown(comparison_table(found)).split())
 
 
 def test_a_comparison_names_what_differs_besides_the_method(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
         training, "train_seeds", lambda given, *_: taken.append(training.complete(given[0]))
     )
     monkeypatch.setattr(local, "deploy_local", lambda config, *_: taken.append(config))
-    monkeypatch.setattr(report, "write", lambda directory: None)
+    monkeypatch.setattr(report, "write_all", lambda directory: None)
     monkeypatch.setattr(training, "show_run", lambda run: None)
     if words[0].startswith("PYTHONPATH="):
         monkeypatch.syspath_prepend(str(tmp_path / words[0].partition("=")[2]))

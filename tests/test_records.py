@@ -183,7 +183,7 @@ def test_a_summary_is_written_field_by_field(tmp_path):
         method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
         headline="common", headline_kinds={"common": "private"},
         accuracy=final_scores([record])["accuracy"],
-        history=[PastRound.of(record)],
+        history=[PastRound.from_record(record)],
         bytes_up=10, bytes_down=20, bytes_evaluation=30,
         seconds=RunSeconds(total=2.00049, start=0.5).rounded(),
         peak_memory_mb=12.5, versions={"torch": "2"},

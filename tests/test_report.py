@@ -19,11 +19,12 @@ from synthetic import UNSAFE, Page, lines_of, make, rewrite, shown
 
 from fedhet.base.errors import StateError
 from fedhet.cli.options import listings
+from fedhet.inference.client import recorded_confusion
 from fedhet.report import (
     compare,
     final_table,
     load_run,
-    write,
+    write_all,
     write_comparison,
     write_figures,
     write_report,
@@ -205,7 +206,7 @@ def test_no_name_steers_the_terminal(tmp_path: Path) -> None:
 
 def test_a_run_is_written_and_returned(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
-    run = write(path)
+    run = write_all(path)
     assert run.path == path
     assert {file.stem for file in (path / "figures").iterdir()} == FIGURES
     assert "felo on digits" in Page(path / "report.html").text
@@ -576,7 +577,14 @@ def test_a_report_says_why_there_is_no_confusion_matrix(tmp_path: Path) -> None:
     rewrite(path / "partition.json", lambda content: content.update(classes=many, counts=row))
     assert "the data has 201 classes; the limit is 200" in told(path)
     personal = make(tmp_path / "personal", protocols=("personal",))
-    assert "no scores on a common test set" in told(personal)
+    reason = (
+        "The run has no common test set, so there is no confusion matrix of all clients. For a "
+        f"client's own test split, use fedhet confusion {personal} CLIENT --protocol personal."
+    )
+    assert reason in told(personal)
+    with pytest.raises(StateError) as caught:
+        recorded_confusion(load_run(personal))
+    assert str(caught.value) == f"{personal}: {reason}"
     deployed = make(tmp_path / "deployed", partition=False)
     (deployed / "run.json").write_text(json.dumps({"deployed": True}))
     assert "stay at the sites" in told(deployed)

@@ -112,8 +112,8 @@ def checkpoints_of(config, directory):
 @pytest.mark.parametrize("change", ["NaN", "run", "method", "round", "no run"])
 def test_foreign_or_nonfinite_checkpoint_is_skipped(tmp_path, change):
     ours = Checkpoints(tmp_path, {"run": "run-1", "method": "felo"})
-    ours.write(1, {"w": np.ones(2, np.float32)}, {"state": "1"})
-    ours.write(2, {"w": np.full(2, 2, np.float32)}, {"state": "2"})
+    ours.write_checkpoint(1, {"w": np.ones(2, np.float32)}, {"state": "1"})
+    ours.write_checkpoint(2, {"w": np.full(2, 2, np.float32)}, {"state": "2"})
     last = tmp_path / "checkpoints" / "round-000002.safetensors"
     theirs = {
         "NaN": ({"w": torch.tensor([1, torch.nan])}, {}),
@@ -229,7 +229,8 @@ def test_checkpoint_of_another_method_raises(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.unlink()
-    checkpoints_of(config, tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
+    odd = {"odd": np.zeros(3)}
+    checkpoints_of(config, tmp_path / "cut").write_checkpoint(3, odd, {"no": "books"})
     with pytest.raises(StateError, match=config.method.name):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
@@ -257,7 +258,7 @@ def test_checkpoint_of_integers_raises(tmp_path):
     checkpoints = checkpoints_of(config, tmp_path / "cut")
     last = checkpoints.newest(print, 9)
     whole = {name: np.asarray(value).astype(np.int64) for name, value in last.tensors.items()}
-    checkpoints.write(last.round, whole, last.metadata)
+    checkpoints.write_checkpoint(last.round, whole, last.metadata)
     with pytest.raises(StateError, match=r"fedavg.*float32.*int64"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
@@ -270,7 +271,7 @@ def test_checkpoint_without_a_part_of_the_cvae_raises(tmp_path, missing):
     checkpoints = checkpoints_of(config, tmp_path / "cut")
     last = checkpoints.newest(print, 9)
     kept = {name: value for name, value in last.tensors.items() if name != f"cvae/{missing}"}
-    checkpoints.write(last.round, kept, last.metadata)
+    checkpoints.write_checkpoint(last.round, kept, last.metadata)
     with pytest.raises(StateError, match=rf"velo.*{missing}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 

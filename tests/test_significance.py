@@ -13,10 +13,10 @@ from scipy import integrate, stats
 from fedhet.base.errors import SettingsError
 from fedhet.report import compare
 from fedhet.report.differences import (
-    Difference,
     effective_samples,
     holm,
     p_value,
+    paired_difference,
     sample_error,
     samples_text,
 )
@@ -161,6 +161,7 @@ def test_numbers_of_test_samples_are_named():
     assert samples_text([1000, 114]) == "114 to 1,000 test samples"
     assert samples_text([1, None]) == "1 test sample, partly unknown"
     assert samples_text([None]) == "unknown number of test samples"
+    assert samples_text([359.2, 114], "personal") == "114 to 359 effective test samples"
 
 
 @pytest.mark.slow

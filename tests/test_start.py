@@ -317,7 +317,7 @@ def test_what_is_closed_while_the_report_is_written_is_waited_for(monkeypatch, t
         events.append("reported")
 
     monkeypatch.setattr(simulation, "cluster_for", cluster)
-    monkeypatch.setattr("fedhet.report.write", write)
+    monkeypatch.setattr("fedhet.report.write_all", write)
     simulation.simulate(small(rounds=1), tmp_path / "a")
     assert sorted(events) == ["closed", "reported"]
     with pytest.raises(OSError, match="full"):

@@ -142,7 +142,7 @@ def report_command(
     with loading("pandas and Matplotlib"):
         from fedhet import report
 
-    run = report.write(directory)
+    run = report.write_all(directory)
     show_run(run)
     if paper:
         _print_location(report.write_figures(run, paper=True))

@@ -78,7 +78,7 @@ def train_one(given: GivenSettings, against: str | None = None) -> None:
 
     for baseline in _incomplete(baselines):
         _run(baseline.config, baseline.directory, baseline.label)
-    show_run(report.write(directory) if baselines or run is None else run)
+    show_run(report.write_all(directory) if baselines or run is None else run)
 
 
 def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) -> None:
@@ -100,7 +100,7 @@ def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) ->
     from fedhet import report
 
     for run in runs if against else ():
-        report.write(run.directory)
+        report.write_all(run.directory)
     show_comparison(report.compare([run.directory for run in every]), parent)
 
 

@@ -548,7 +548,7 @@ class HetClient(NumPyClient):
         if self.node.is_site:
             return
         counts = {kind: each.confusion for (place, kind), each in scores.items() if place == COMMON}
-        kinds = Headline.of(self.config.method.spec).ordered_kinds(COMMON, counts)
+        kinds = Headline.declared_by(self.config.method.spec).ordered_kinds(COMMON, counts)
         if kinds and (confusion := counts[kinds[0]]) is not None:
             self.state.write_confusion(confusion)
 

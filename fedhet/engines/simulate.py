@@ -87,7 +87,7 @@ def simulate(
         # Import lazily, so that the clients do not wait for pandas and matplotlib.
         from fedhet import report
 
-        return report.write(directory)
+        return report.write_all(directory)
 
 
 def train(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:

@@ -11,8 +11,9 @@ from itertools import product
 from pathlib import Path
 
 from fedhet.base.errors import StateError
+from fedhet.experiments.field import FieldRecord
 from fedhet.experiments.paper import Comparison, TableResult
-from fedhet.experiments.plan import SIZES, paper_of, read_table, table_names
+from fedhet.experiments.plan import FIELD, SIZES, paper_of, read_table, table_names
 from fedhet.report.tables import Cell, Cells
 from fedhet.runs.directory import read_validated
 
@@ -53,6 +54,18 @@ def find_finished(
         return results, f"the tables in {source}"
     results = [each for each in read_finished(MEASURED) if each.table in names]
     return results, "the tables that come with fedhet"
+
+
+def field_records(folder: Path | None, default: Path) -> list[FieldRecord]:
+    """Return the finished tables of all methods, from the directory that `find_finished` selects.
+
+    Raises StateError if a file is unreadable.
+    """
+    for source in (folder or default, *(() if folder else (MEASURED,))):
+        paths = [source / f"{FIELD}-{size}.json" for size in SIZES]
+        if records := [read_validated(path, FieldRecord) for path in paths if path.exists()]:
+            return records
+    return []
 
 
 @dataclass(frozen=True)

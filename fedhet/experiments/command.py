@@ -119,8 +119,8 @@ def table_command(
         rows_listed = json.loads(LIST.read_text(encoding="utf-8"))
         console.print(listing("table", "description", "source", "runs per seed", rows=rows_listed))
         return
-    if show and name in ("claims", "field"):
-        raise SettingsError(f"'--show': supported only for paper tables, got {name!r}")
+    if show and name == "claims":
+        raise SettingsError(f"'--show': supported only for tables, got {name!r}")
     with loading():
         from fedhet.experiments import making
 
@@ -134,7 +134,9 @@ def table_command(
         dry_run=dry_run,
         latex=latex,
     )
-    if show:
+    if show and name == "field":
+        making.show_field(out, TABLES)
+    elif show:
         making.show_tables(name, out, TABLES)
     elif name == "claims":
         making.show_claims(out, TABLES, as_json=as_json)

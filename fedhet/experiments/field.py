@@ -241,7 +241,7 @@ class FieldRecord(BaseModel, frozen=True, extra="forbid"):
     """One row per finished run."""
 
     @classmethod
-    def of(cls, results: FieldResults) -> FieldRecord:
+    def from_results(cls, results: FieldResults) -> FieldRecord:
         """Return the record of the results."""
         plan, runs = results.plan, results.runs
         rows: list[list[str | float | None]] = [
@@ -476,7 +476,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
     stem = f"{FIELD}-{plan.size}"
     write_text(out / f"{stem}.md", as_markdown(results))
     if results.finished:
-        write_text(out / f"{stem}.json", FieldRecord.of(results).to_json())
+        write_text(out / f"{stem}.json", FieldRecord.from_results(results).to_json())
     with Folder(out).replacing(f"{stem}.csv") as path:
         results.runs.to_csv(path, index=False)
     matrices = {

@@ -30,6 +30,8 @@ from fedhet.experiments.plan import (
     PaperTable,
     PlannedRun,
     Values,
+    about,
+    command_of,
     each_once,
     plan,
     plan_field,
@@ -137,15 +139,46 @@ def make_field(methods: Sequence[str], wanted: Wanted) -> None:
         runs = [run for run in planned.runs if run.values["seed"] == seed]
         faults |= make_runs(f"{FIELD}, {size}, seed {seed}", runs, wanted)
         results = field.collect(planned)
-        for measure in ("personal", "common"):
-            say(f"accuracy, {measure}")
-            console.print(printed(field.matrix(results, measure)))
-        say(field.LEGEND)
-        console.print(printed(field.ranks(results)))
+        show_accuracies(results)
         say(f"table: {field.write_field(results, wanted.out)}")
         if wanted.latex:
             say(f"LaTeX table: {field.write_latex(results, wanted.out)}")
     raise_faults(faults)
+
+
+def show_accuracies(results: field.FieldResults) -> None:
+    """Print the accuracies and the mean ranks in the table of all methods."""
+    for measure in ("personal", "common"):
+        say(f"accuracy, {measure}")
+        console.print(printed(field.matrix(results, measure)))
+    say(field.LEGEND)
+    console.print(printed(field.ranks(results)))
+
+
+def show_field(folder: Path | None, default: Path) -> None:
+    """Print the finished tables of all methods in full: accuracies, differences, costs, and notes.
+
+    `claims.field_records` selects the directory. Raises StateError if no finished table is found.
+    """
+    records = claims.field_records(folder, default)
+    if not records:
+        raise StateError(
+            f"{FIELD}: no finished table found in {folder or default}. Run `fedhet table {FIELD}`."
+        )
+    for record in records:
+        results = record.results
+        say(f"{results.plan.table.title}. {about(results.plan, results.finished)}")
+        say(" ".join(filter(None, (results.made, results.hardware, command_of(results.plan)))))
+        show_accuracies(results)
+        say(field.RANKS)
+        for cells, legend in (
+            (field.differences(results), field.DIFFERENCES),
+            (field.costs(results), field.COST),
+        ):
+            console.print(printed(cells))
+            say(legend)
+        for note in results.plan.table.notes:
+            say(f"- {note}")
 
 
 def show_result(result: paper.TableResult, table: PaperTable) -> None:

@@ -213,7 +213,7 @@ class Architectures(Line):
     instead: list[Line] = Field(default_factory=list)
     """Pools for methods that cannot train this pool; `name` is the method."""
 
-    def of(self, method: str, size: Size) -> list[Change]:
+    def changes_for(self, method: str, size: Size) -> list[Change]:
         """Return the settings of a method for a size; later settings override earlier settings."""
         own = (line for line in self.instead if line.name == method)
         return [*self.changes(size), *(change for line in own for change in line.changes(size))]
@@ -501,7 +501,8 @@ def plan_field(
     """
     every = []
     for method, architectures, split in product(methods, table.architectures, table.splits):
-        changes = [table.sizes[size], *architectures.of(method, size), *split.changes(size)]
+        pool = architectures.changes_for(method, size)
+        changes = [table.sizes[size], *pool, *split.changes(size)]
         values, refused = _fitted(layered(changes, over or {}, method))
         label = f"{method}, {architectures.name}, {split.name}"
         runs = {} if refused else seeded(label, values, seeds, out)

@@ -136,7 +136,7 @@ def run(
         if not is_complete(resolve_auto(baseline, path), path):
             with _display(progress, f"baseline {against}") as display:
                 simulate(baseline, path, [display])
-        loaded = report.write(directory)
+        loaded = report.write_all(directory)
     return Result(loaded, trust="*")
 
 

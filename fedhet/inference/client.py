@@ -224,7 +224,7 @@ class TrainedClient:
     @property
     def headline_kind(self) -> str:
         """Kind of model to which the method's headline score belongs."""
-        headline = Headline.of(self.config.method.spec)
+        headline = Headline.declared_by(self.config.method.spec)
         return headline.kinds.get(headline.protocol, "private")
 
     def model(self, kind: str = "") -> nn.Module:
@@ -390,7 +390,10 @@ def recorded_confusion(run: Run, architecture: str = "") -> pd.DataFrame:
     Raises StateError if the run has not recorded the matrix.
     """
     if run.confusion is None:
-        raise StateError(f"{run.path}: confusion.json not found. Pass a client, such as client-0.")
+        from fedhet.report.tables import missing_confusion  # Import lazily: loads Matplotlib.
+
+        reason = missing_confusion(run) or "no scores of classes found, so no confusion matrix"
+        raise StateError(f"{run.path}: {reason}")
     found = {each.model: each for each in run.confusion.matrices}
     if architecture and architecture not in found:
         raise StateError(
@@ -423,7 +426,7 @@ class SavedServer:
         rounds = checkpoints.rounds()
         if not rounds or (round and round not in rounds):
             return None
-        return cls(directory, config, checkpoints.read(round or rounds[-1]))
+        return cls(directory, config, checkpoints.read_checkpoint(round or rounds[-1]))
 
     def models(self, client: ClientInfo) -> Mapping[str, ServerModel]:
         """Return the server's models for a client's architecture, by kind.
@@ -812,7 +815,7 @@ def best_round_of(directory: Path, trust: str = "") -> int:
     """
     if not (directory / "metrics.jsonl").exists():
         raise StateError(f"{directory}: expected a run directory, which records the best round")
-    headline = Headline.of(_config_of(directory, trust).method.spec)
+    headline = Headline.declared_by(_config_of(directory, trust).method.spec)
     round = best_round(read_records(directory / "metrics.jsonl")[0], headline)
     if not round:
         raise StateError(f"{directory}: no best round, because no round was evaluated")

@@ -18,12 +18,12 @@ from fedhet.report.tables import final_table, metric_table
 
 __all__ = [
     "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",
-    "metric_table", "paired_table", "sweep", "sweep_table", "write", "write_comparison",
+    "metric_table", "paired_table", "sweep", "sweep_table", "write_all", "write_comparison",
     "write_figures", "write_figures_for_paper", "write_for_paper", "write_report", "write_sweep",
 ]  # fmt: skip
 
 
-def write(directory: Path | str) -> Run:
+def write_all(directory: Path | str) -> Run:
     """Write a run's figures and HTML report into its directory, and return the run.
 
     Raises StateError if a file of the run is missing, truncated or malformed.

@@ -51,8 +51,8 @@ MAX_CURVES = 12
 COSTS = ("bytes_up", "bytes_down", "seconds", "start", "seconds_a_round", "clock")
 """Entries of `Run.totals` that compare.json contains."""
 EFFECTIVE = (
-    "Effective test samples: number of clients times the harmonic mean of their test splits. This "
-    "number determines the error of a mean over clients, and is at most the sum of the splits."
+    "Effective test samples: number of clients times the harmonic mean of their test splits, which "
+    "is at most the sum of the splits."
 )
 PAIRED = (
     "Paired differences: mean ± standard error over the n shared seeds{}. "
@@ -81,7 +81,7 @@ def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
     out = Path(out_dir)
     figures = drawings(comparison)
     of_methods = figures[len(figures) - len(comparison.method_metrics) :]
-    pngs = [figure.write(Folder(out)) for figure in (overview(comparison), *of_methods)]
+    pngs = [figure.write_files(Folder(out)) for figure in (overview(comparison), *of_methods)]
     html = write_text(out / "compare.html", render_comparison(comparison, figures))
     markdown = write_text(out / "compare.md", to_markdown(comparison))
     content = to_json(to_dict(comparison), indent=1, inf_nan_mode="null").decode()

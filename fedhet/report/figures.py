@@ -45,7 +45,7 @@ def write_figures(run: Run, *, paper: bool = False) -> list[Path]:
     With `paper`, writes PDFs with the size and fonts of a paper into `figures/paper/` instead.
     """
     directory = Folder(run.path / "figures" / ("paper" if paper else ""), run.path)
-    write = Drawing.write_for_paper if paper else Drawing.write
+    write = Drawing.write_for_paper if paper else Drawing.write_files
     return [write(drawing, directory) for drawing in drawings(run)]
 
 

@@ -73,13 +73,13 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
     because a Flower app bundle (FAB) contains no .html, .css or .js files.
     """
 
-    def read(name: str) -> str:
+    def source_of(name: str) -> str:
         path = files(package) / f"{name}.md"
         default = files("fedhet.report") / f"{name}.md"
         return (path if path.is_file() else default).read_text("utf-8")
 
     environment = Environment(
-        loader=FunctionLoader(read),
+        loader=FunctionLoader(source_of),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -167,7 +167,7 @@ def render_run(run: Run, live: Live | None = None) -> str:
         ],
         confusions=confusions,
         confusion_note=confusion_note(run),
-        no_confusion=missing_confusion(run),
+        no_confusion=missing_confusion(run) if run.finished else "",
         clients=client_cells(run),
         by_label=label_cells(run),
         remarks=remarks(run),

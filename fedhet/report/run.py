@@ -171,7 +171,7 @@ class Run:
     def declared_headline(self) -> Headline:
         """Headline that the method declares, or that the run has recorded for a custom method."""
         if self.method in shipped_names():  # Do not import a user's method.
-            return Headline.of(find_method(self.method).spec)
+            return Headline.declared_by(find_method(self.method).spec)
         return self.origin.headline or Headline()
 
     @cached_property

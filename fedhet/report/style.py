@@ -130,7 +130,7 @@ class Drawing:
     width: float = WIDTH
     height: float = HEIGHT
 
-    def write(self, folder: Folder, dpi: int = 160) -> Path:
+    def write_files(self, folder: Folder, dpi: int = 160) -> Path:
         """Write the figure as PNG and SVG, and return the path of the PNG file."""
         with _styled(self, self.width, self.height) as figure:
             _fix_layout(figure, dpi)

@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from pydantic_core import to_json
-from rich.table import Table
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.metrics import ACCURACY, Metric, metric_of
@@ -23,7 +22,7 @@ from fedhet.report.differences import paired_difference, samples_text, smallest
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
-from fedhet.report.tables import Cell, Cells, markdown
+from fedhet.report.tables import Blocks, Cell, Cells, markdown
 from fedhet.runs.records import COMMON, VALIDATION
 from fedhet.runs.units import human_number, path_text, plural, plus_minus, printable
 from fedhet.settings.text import as_text
@@ -208,7 +207,7 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
     text = to_json(content, indent=1, inf_nan_mode="null").decode()
     write_text(out / "sweep.json", text + "\n")
     names = plotted_quantities(results, figures)
-    drawing(results, names).write(Folder(out))
+    drawing(results, names).write_files(Folder(out))
     labeled = [
         (as_text(point[0]) if is_single else _label(settings, point), run, _below(run.path, out))
         for point, runs in results.runs.items()
@@ -264,7 +263,7 @@ def _below(path: Path, out: Path) -> str:
     return path_text(path.resolve().relative_to(out.resolve()) if is_inside else path)
 
 
-def sweep_table(results: Sweep, figures: str = "") -> Table:
+def sweep_table(results: Sweep, figures: str = "") -> Blocks:
     """Build the terminal table with a row per point.
 
     The table shows the plotted quantities (see `write_sweep`) and the mean headline score over the
@@ -272,15 +271,9 @@ def sweep_table(results: Sweep, figures: str = "") -> Table:
     """
     first, *rest = plotted_quantities(results, figures)
     tails = [name for name in results.results if name.endswith(TAIL)]
-    cells = _cells(results, [first, *tails[:1], *rest])
     caption = f"last round, mean ± std over seeds; {results.test_samples}"
     caption += f"\n{printable(_selected(results))}" if results.best is not None else ""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", caption=caption)
-    for header in cells.headers:
-        table.add_column(printable(header), overflow="fold", justify="right")
-    for row in cells.rows:
-        table.add_row(*(cell.text for cell in row))
-    return table
+    return Blocks(_cells(results, [first, *tails[:1], *rest]), "", caption)
 
 
 def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:

@@ -262,32 +262,38 @@ def confusion_note(run: Run) -> str:
 
 
 def missing_confusion(run: Run) -> str:
-    """Return the reason why a finished run has no confusion matrix, or "" if it has one."""
-    if run.confusion is not None or not run.finished or not run.columns:
+    """Return the reason why a run of a classification has no confusion matrix, and what to do.
+
+    Returns "" if the run has a confusion matrix, no scores, or no classes.
+    """
+    if run.confusion is not None or not run.columns:
         return ""
     task, classes = metric_of(run.headline_metric).task, run.origin.classes
+    if run.partition:
+        classes = run.partition.classes
+    client = f"fedhet confusion {shown_path(run.path)} CLIENT"
     if task == MULTI_LABEL:
         return "A sample can have several labels, so there is no confusion matrix of the labels."
     if task != CLASSIFICATION:
         return ""
     if COMMON not in run.protocols:
         return (
-            "There is no confusion matrix, because there are no scores on a common test set. For a "
-            "client's own test split, use fedhet confusion RUN CLIENT --protocol personal."
+            "The run has no common test set, so there is no confusion matrix of all clients. For a "
+            f"client's own test split, use {client} --protocol personal."
         )
-    if run.partition:
-        classes = run.partition.classes
     if len(classes) > MAX_CONFUSION:
         return (
             f"There is no confusion matrix, because the data has {len(classes):,} classes; the "
             f"limit is {MAX_CONFUSION}."
         )
+    if not run.finished:
+        return f"The confusion matrix is recorded after the last round. Until then, use {client}."
     if run.origin.deployed:
         return (
             "The confusion matrices of the clients' models stay at the sites. To show one at a "
             "site, use fedhet confusion STATE CLIENT."
         )
-    return "The run has not recorded its confusion matrix. Use fedhet confusion RUN CLIENT."
+    return f"The run has not recorded its confusion matrix. Use {client}."
 
 
 def legend(run: Run) -> str:

@@ -13,19 +13,17 @@ from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from fedhet.base.disk import read_file
 from fedhet.base.errors import FedhetError, SettingsError, StateError
-from fedhet.base.metrics import ACCURACY
 from fedhet.report.comparison import find_runs
 from fedhet.report.comparison_report import comparison_html
 from fedhet.report.page import Live, render, render_run
 from fedhet.report.run import Run, load_run
 from fedhet.runs.directory import BASELINE
-from fedhet.runs.progress import read_status
-from fedhet.runs.records import NAN, Score
+from fedhet.runs.progress import Status, read_status
 from fedhet.runs.units import natural, path_text
 
 HOST = "127.0.0.1"
@@ -96,11 +94,11 @@ class Pages:
             raise KeyError(path)
         if self.single:
             return self._run(*self._runs()), "text/html"
-        rows = [_row(name, path) for name, path in self._runs().items()]
-        rows.sort(key=lambda run: natural(run["name"]))
-        rows.sort(key=lambda run: run["started"], reverse=True)
+        listed = [_listed(name, path) for name, path in self._runs().items()]
+        listed.sort(key=lambda each: natural(each.name))
+        listed.sort(key=lambda each: each.run.origin.started if each.run else "", reverse=True)
         title = f"Runs in {path_text(Path(self._folder.name or self._folder))}/"
-        return render("runs.html", title=title, runs=rows), "text/html"
+        return render("runs.html", title=title, listed=listed), "text/html"
 
     def _runs(self) -> dict[str, Path]:
         """Return the current runs by display name."""
@@ -117,32 +115,22 @@ class Pages:
         return _rendered(path, _version(path), live)
 
 
-def _row(name: str, path: Path) -> dict[str, Any]:
-    """Return a run's row in the list of runs, with an error in `fault` if it is unreadable."""
-    row: dict[str, Any] = {
-        "name": name, "link": f"/run/{quote(name)}", "method": "", "dataset": "", "stage": "",
-        "done": 0, "planned": 0, "clients": 0, "metric": "", "metric_name": ACCURACY,
-        "mean": NAN, "worst": NAN, "bytes": NAN, "seconds": NAN, "seed": "", "started": "",
-        "fault": "",
-    }  # fmt: skip
+class Listed(NamedTuple):
+    """Run in the list of runs, or an error if the run is unreadable."""
+
+    name: str
+    status: Status | None = None
+    run: Run | None = None
+    """Results, or None before the end of the first round."""
+    fault: str = ""
+
+
+def _listed(name: str, path: Path) -> Listed:
     try:
         status = read_status(path)
-        if not _rounds(path):
-            return row | {"stage": status.stage, "planned": status.rounds}
-        run = _loaded(path, _version(path))
+        return Listed(name, status, _loaded(path, _version(path)) if _rounds(path) else None)
     except (FedhetError, OSError) as error:
-        return row | {"fault": str(error)}
-    last, totals = run.last(*run.columns[0]) if run.columns else Score(), run.totals
-    return row | {
-        "method": run.method, "dataset": run.dataset, "stage": status.stage, "done": run.done,
-        "planned": run.planned, "clients": len(run.clients),
-        "metric": f"{run.metric_title} ({', '.join(run.columns[0])})" if run.columns else "",
-        "metric_name": run.metric,
-        "mean": last.mean, "worst": last.worst,
-        "bytes": float(totals["bytes_up"] + totals["bytes_down"]),
-        "seconds": float(totals["seconds"]), "seed": "" if run.seed is None else str(run.seed),
-        "started": run.origin.started,
-    }  # fmt: skip
+        return Listed(name, fault=str(error))
 
 
 def _version(path: Path) -> Version:

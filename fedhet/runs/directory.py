@@ -288,7 +288,7 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
     rounds, patience = config.run.rounds, config.run.early_stopping
     best, waited = -math.inf, 0
     lower = any(metric_of(record.metric).lower_is_better for record in records)
-    means = selection_means(records, Headline.of(config.method.spec)) if patience else {}
+    means = selection_means(records, Headline.declared_by(config.method.spec)) if patience else {}
     for number, mean in means.items():
         value = -mean if lower else mean
         best, waited = (value, 0) if value > best else (best, waited + 1)

@@ -163,7 +163,7 @@ class RunLog:
         """Clients sampled in this round that have not started to train."""
         self._queue_lock = threading.Lock()
         """Lock for `_queue`, because clients reply in several threads."""
-        self._origin = Origin(deployed=deployed, headline=Headline.of(config.method.spec))
+        self._origin = Origin(deployed=deployed, headline=Headline.declared_by(config.method.spec))
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
         self._begun = time.perf_counter() if begun is None else begun
@@ -250,7 +250,7 @@ class RunLog:
         """Round with the best headline score so far, or 0 if there is none, or no `keep-best`."""
         if not self.config.run.keep_best:
             return 0
-        return best_round(self._history, Headline.of(self.config.method.spec))
+        return best_round(self._history, Headline.declared_by(self.config.method.spec))
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
         """Return the settings of the run, with fewer `rounds` if the run ends early.
@@ -362,7 +362,7 @@ class RunLog:
         self._history.append(record)
         self._seconds.add(record.seconds)
         append(self.directory / "metrics.jsonl", record_line(record))
-        column = headline_column(self._history, Headline.of(self.config.method.spec))
+        column = headline_column(self._history, Headline.declared_by(self.config.method.spec))
         for name, value in scalars(record, self.config.method.name, column, clients=True):
             self._board.add_scalar(name, value, record.round)
         for watcher in self.watchers:
@@ -423,8 +423,8 @@ class RunLog:
         A client's matrix is used only if it belongs to the recorded accuracy.
         """
         last = self._history[-1] if self._history else RoundRecord(0)
-        headline, scores = Headline.of(self.config.method.spec), last.accuracy.get(COMMON, {})
-        if not scores:
+        headline = Headline.declared_by(self.config.method.spec)
+        if not (scores := last.accuracy.get(COMMON, {})):
             return None
         kind = headline.ordered_kinds(COMMON, scores)[0]
         found: dict[str, list[tuple[str, int, Array]]] = {}
@@ -463,7 +463,7 @@ class RunLog:
         history, last = self._history, self._history[-1] if self._history else RoundRecord(0)
         total = self._earlier + time.perf_counter() - self._begun
         scores = final_scores(history)
-        headline = Headline.of(self.config.method.spec)
+        headline = Headline.declared_by(self.config.method.spec)
         evaluated = last.scores.get(last.metric, {})
         protocol, _ = headline.column(evaluated) or (headline.protocol, "")
         partition = self._partition()
@@ -491,7 +491,7 @@ class RunLog:
                 name: ConsumedBudget(epsilon=epsilon, delta=self.config.run.privacy.delta)
                 for name, epsilon in last.epsilon.items()
             },
-            history=[PastRound.of(record) for record in history],
+            history=[PastRound.from_record(record) for record in history],
             # The sums may exceed the limit if a user has edited the records.
             bytes_up=min(sum(each.bytes_up for each in history), MAX_BYTES),
             bytes_down=min(sum(each.bytes_down for each in history), MAX_BYTES),
@@ -540,7 +540,7 @@ def prometheus(library: Any, config: Config, directory: Path) -> Opened:
     labels = {"run": directory.name, "method": config.method.name}
     values: dict[str, float] = {"rounds": config.run.rounds, "finished": 0}
 
-    def write(changed: Mapping[str, float]) -> None:
+    def write_metrics(changed: Mapping[str, float]) -> None:
         values.update(changed)
         registry = library.CollectorRegistry()
         for name, value in values.items():
@@ -551,9 +551,9 @@ def prometheus(library: Any, config: Config, directory: Path) -> Opened:
         write_text(directory / "metrics.prom", library.generate_latest(registry).decode())
 
     def send(metrics: dict[str, float], round: int) -> None:
-        write({**metrics, "round": round, "round_ended_timestamp_seconds": time.time()})
+        write_metrics({**metrics, "round": round, "round_ended_timestamp_seconds": time.time()})
 
-    return send, lambda: write({"finished": 1})
+    return send, lambda: write_metrics({"finished": 1})
 
 
 TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
@@ -575,7 +575,7 @@ class Tracker(Watcher):
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
         """Open the run in the tracking service, and send the run's settings."""
-        self._method, self._headline = config.method.name, Headline.of(config.method.spec)
+        self._method, self._headline = config.method.name, Headline.declared_by(config.method.spec)
 
         def begin() -> None:
             self._send, self._close = TRACKERS[self._name][0](self._library, config, directory)

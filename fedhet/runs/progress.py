@@ -224,7 +224,7 @@ class Progress(Watcher):
         self.status.title = f"{config.method.name} on {dataset}: {', '.join(counts)}"
         self.status.rounds, self.status.notices = config.run.rounds, []
         self.directory, self.method = directory, config.method.name
-        self.headline = Headline.of(config.method.spec)
+        self.headline = Headline.declared_by(config.method.spec)
         self.metric = metric_of(config.run.metrics[0])
         self.status.metric, self.status.metric_name = self.metric.title, self.metric.name
         self.clients = {
@@ -510,7 +510,7 @@ class Throttled:
 def status_file(directory: Path) -> Progress:
     """Return a `Progress` that writes status.json after changes, in a separate thread."""
 
-    def write() -> None:
+    def write_status() -> None:
         # Ignore a directory that cannot be written, because writing a record reports the error.
         with contextlib.suppress(StateError, OSError):
             write_text(directory / STATUS_FILE, progress.now().model_dump_json())
@@ -520,7 +520,7 @@ def status_file(directory: Path) -> Progress:
         if progress.summary or progress.status.fault:
             writer.end()
 
-    writer = Throttled(write, STATUS_SECONDS)
+    writer = Throttled(write_status, STATUS_SECONDS)
     progress = Progress(changed=changed)
     return progress
 

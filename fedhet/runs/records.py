@@ -132,7 +132,7 @@ class Headline(BaseModel):
     """Kind of the deployed model, by protocol; the default is `private`."""
 
     @classmethod
-    def of(cls, spec: MethodSpec) -> Self:
+    def declared_by(cls, spec: MethodSpec) -> Self:
         """Return the headline that a method declares."""
         return cls(protocol=spec.headline, kinds=dict(spec.deployed))
 
@@ -296,7 +296,7 @@ class PastRound(BaseModel):
     """Simulated seconds since the start of the run; NaN (null) without a simulated clock."""
 
     @classmethod
-    def of(cls, record: RoundRecord) -> PastRound:
+    def from_record(cls, record: RoundRecord) -> PastRound:
         """Create the history entry of a round."""
         metric = record.metric
         means = {

@@ -136,7 +136,7 @@ class Checkpoints:
         self._run, self._folder = directory, directory / CHECKPOINTS
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
-    def write(
+    def write_checkpoint(
         self,
         round: int,
         tensors: Mapping[str, Array],
@@ -162,7 +162,7 @@ class Checkpoints:
         """Return the rounds with a checkpoint, in ascending order."""
         return rounds_in(self._folder)
 
-    def read(self, round: int) -> Checkpoint:
+    def read_checkpoint(self, round: int) -> Checkpoint:
         """Read the checkpoint of `round`.
 
         Raises StateError if the checkpoint is invalid or from another run.
@@ -198,7 +198,7 @@ class Checkpoints:
             )
         for number in reversed(rounds):
             try:
-                return self.read(number)
+                return self.read_checkpoint(number)
             except StateError as error:
                 notice(f"{error}; trying the previous checkpoint")
         if rounds:

@@ -98,7 +98,7 @@ class Reported(Watcher):
             # Import lazily, because importing matplotlib and pandas takes seconds and may fail.
             from fedhet import report
 
-            run = report.write(self._directory)
+            run = report.write_all(self._directory)
             self._console.print(report.final_table(run))
         except Exception as error:
             command = f"`fedhet report {self._directory}`"
@@ -114,7 +114,7 @@ class Reported(Watcher):
             try:
                 from fedhet import report
 
-                report.write(self._directory)
+                report.write_all(self._directory)
             except Exception as error:
                 self._print(f"the report on the recorded rounds failed: {describe_error(error)}")
             else:

@@ -184,7 +184,7 @@ class MethodStrategy(Strategy):
         keep_all = pace.may_be_late and spec.late != "refused"
         calls = OpenCalls(log.directory, log.run_name, limit, keep_all=keep_all)
         health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
-        self.state = RoundState(log.workers, log.notice, health, Headline.of(spec), calls)
+        self.state = RoundState(log.workers, log.notice, health, Headline.declared_by(spec), calls)
         # The codec encodes instructions and decodes replies. The spool stores replies on disk.
         self._codec = Codec(
             log.run_name,
@@ -363,7 +363,7 @@ class MethodStrategy(Strategy):
             if self.state.finalize(sorted(names), sums):
                 # Restore the last state from which the clients received usable instructions.
                 good = self.state.rollback.good
-                tensors = self.log.checkpoints.read(good).tensors if good else {}
+                tensors = self.log.checkpoints.read_checkpoint(good).tensors if good else {}
                 method.init()
                 if good:
                     method.load_state_dict(without_versions(tensors))
@@ -500,7 +500,7 @@ class MethodStrategy(Strategy):
         }
         tensors = {**method.state_dict(), **self._codec.encoder.state_dict()}
         kept = {self.state.rollback.good, self.log.best_round}
-        self.log.checkpoints.write(record.round, tensors, metadata, kept)
+        self.log.checkpoints.write_checkpoint(record.round, tensors, metadata, kept)
         self.state.calls.remove_used()
 
 
