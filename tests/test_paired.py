@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
-from fedhet.config.resolve import resolve
-from fedhet.data.store import RunData
 from fedhet.report import (
     compare,
     comparison_table,
@@ -28,7 +26,6 @@ from fedhet.report import (
     write_report,
 )
 from fedhet.report.comparison_report import paired_cells
-from fedhet.report.run import TEST_SAMPLES
 
 BOTH = ("common", "personal")
 
@@ -370,28 +367,6 @@ def test_a_run_that_recorded_its_test_samples_has_that_number(tmp_path: Path) ->
     del record["tested"]["common"]["client-1"]
     (path / "metrics.jsonl").write_text(json.dumps(record))
     assert load_run(path).test_samples("common", "private") is None, "one client's is unknown"
-
-
-@pytest.mark.parametrize(
-    ("settings", "size"),
-    [
-        ({"data.max-test-samples": 200}, 200),
-        ({"data.max-test-samples": 500}, 359),
-        ({"data.dataset": "cifar10", "data.max-test-samples": 0}, 10_000),
-        ({"data.dataset": "imagefolder:images"}, None),
-    ],
-)
-def test_an_older_runs_test_samples_follow_from_its_dataset(
-    tmp_path: Path, settings: dict[str, Any], size: int | None
-) -> None:
-    path = make(tmp_path / "run", settings=settings)
-    assert load_run(path).test_samples("common", "private") == size
-
-
-def test_the_known_sizes_are_those_of_the_datasets() -> None:
-    for name in ("digits", "breast-cancer"):
-        run = resolve({"method": "local", "data.dataset": name}).run
-        assert len(RunData.for_run(run).common_test) == TEST_SAMPLES[name]
 
 
 def test_an_unknown_number_of_test_samples_is_marked(tmp_path: Path) -> None:

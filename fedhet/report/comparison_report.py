@@ -416,29 +416,27 @@ def comparison_latex(comparison: Comparison) -> str:
 
 def drawings(comparison: Comparison) -> list[Drawing]:
     """Return the figures of a comparison, with method metrics last."""
-    title, groups = comparison.metric.title, comparison.groups
-    panels: list[tuple[str, str, Callable[[Axes, Comparison], None]]] = [
-        ("finals", f"last {title} by group", _finals),
-        ("curves", f"{title} over rounds", _by_round),
-    ]
-    for cost, (name, words, *_) in style.COST_AXES.items():
-        if cost == "bytes" or any(group.total(cost).n for group in groups):
-            panels.append((name, f"{title} by {words}", partial(_by_cost, cost=cost)))
-    panels += [
-        (f"compare-{name}", f"{name} by round", partial(_method_metric, name=name))
-        for name in comparison.method_metrics
-    ]
-    names = _names(comparison)[:MAX_CURVES]
-    legend_rows = math.ceil(len(names) / style.legend_columns(names))
+    title, groups, names = comparison.metric.title, comparison.groups, _names(comparison)
+    legend_rows = math.ceil(len(names[:MAX_CURVES]) / style.legend_columns(names[:MAX_CURVES]))
     default = style.HEIGHT + 0.18 * (legend_rows - 1)
-    heights = {"finals": max(2.2, 1.3 + 0.32 * len(groups))}
 
-    def alone(draw: Callable[[Axes, Comparison], None]) -> Callable[[Figure], None]:
-        return lambda figure: draw(figure.subplots(), comparison)
+    def drawing(
+        name: str, alt: str, draw: Callable[[Axes, Comparison], None], height: float = default
+    ) -> Drawing:
+        return Drawing(name, lambda figure: draw(figure.subplots(), comparison), alt, height=height)
 
     return [
-        Drawing(name, alone(draw), alt, height=heights.get(name, default))
-        for name, alt, draw in panels
+        drawing("finals", f"last {title} by group", _finals, max(2.2, 1.3 + 0.32 * len(groups))),
+        drawing("curves", f"{title} over rounds", _by_round),
+        *(
+            drawing(name, f"{title} by {words}", partial(_by_cost, cost=cost))
+            for cost, (name, words, _) in style.COST_AXES.items()
+            if cost == "bytes" or any(group.total(cost).n for group in groups)
+        ),
+        *(
+            drawing(f"compare-{name}", f"{name} by round", partial(_method_metric, name=name))
+            for name in comparison.method_metrics
+        ),
     ]
 
 
@@ -472,18 +470,10 @@ def _by_round(ax: Axes, comparison: Comparison) -> None:
 
 
 def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
-    _, words, label = style.COST_AXES[cost]
     _draw(ax, comparison, lambda group: group.curve(comparison.headline), cost)
     ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
-    style.ticks(ax)
-    if cost == "bytes":
-        style.log_bytes(ax, "x")
-    else:
-        ax.set_xlim(left=0)
-    if cost == "clock":
-        style.ticks(ax, style.in_hours, "x")
-    ax.set_xlabel(label)
-    style.set_title(ax, f"{comparison.title} by {words}{_best(comparison)}")
+    words = style.COST_AXES[cost][1]
+    style.over_cost(ax, cost, f"{comparison.title} by {words}{_best(comparison)}")
 
 
 def _best(comparison: Comparison) -> str:

@@ -146,14 +146,14 @@ def _time(run: Run) -> Drawing:
     If clients train at the same time, the sum of their times exceeds the wall time. The axis label
     therefore states both times.
     """
+    stages = [stage for stage in STAGES if run.totals[stage] > 0]
+    fractions = run.totals[stages] / run.totals[stages].sum()
 
     def draw(figure: Figure) -> None:
         top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
-        stages = [stage for stage in STAGES if run.totals[stage] > 0]
         max_chars = style.legend_chars(top)
 
         # Draw the fractions of the stages as one horizontal bar.
-        fractions = run.totals[stages] / run.totals[stages].sum()
         starts = fractions.cumsum() - fractions
         for stage, start, fraction in zip(stages, starts, fractions, strict=True):
             top.barh(0, fraction, left=start, color=style.STAGE_COLORS[stage], height=1)
@@ -192,7 +192,8 @@ def _time(run: Run) -> Drawing:
         )  # fmt: skip
         top.set_title("Time by stage", color=style.INK, pad=26)
 
-    return Drawing("time", draw, "seconds by stage")
+    shares = (f"{STAGE_NAMES[stage]} {fractions[stage]:.0%}" for stage in stages)
+    return Drawing("time", draw, f"seconds by stage: {', '.join(shares) or 'none'}")
 
 
 def _loss(run: Run) -> Drawing | None:
@@ -211,7 +212,8 @@ def _loss(run: Run) -> Drawing | None:
             ax.fill_between(each.index, low, high, label="80 % of the clients", **look)
         style.over_rounds(ax, run.costs.index, "Training loss")
 
-    return Drawing("loss", draw, "training loss over rounds")
+    alt = f"training loss over rounds, last mean: {mean.iloc[-1]:.3f}"
+    return Drawing("loss", draw, alt)
 
 
 def _by_cost(run: Run, cost: str) -> Drawing | None:
@@ -219,10 +221,9 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
     total = float(run.totals[cost])
     if math.isnan(total) or not run.columns:
         return None
-    name, words, label = style.COST_AXES[cost]
-    if cost == "clock":
-        late = float(np.mean([len(record.late) for record in run.records]))
-        label += f"  (on average {late:.3g} late clients per round)"
+    name, words, _ = style.COST_AXES[cost]
+    late = float(np.mean([len(record.late) for record in run.records]))
+    note = f"  (on average {late:.3g} late clients per round)" if cost == "clock" else ""
     most = human_seconds(total) if cost == "clock" else f"{total:.3g}"
 
     def draw(figure: Figure) -> None:
@@ -233,14 +234,9 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
             color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
             entry = f"{kind}{GAP}{score(means.iloc[-1], run.metric, 3)}"
             style.line(ax, curve, color, label=entry)
-        ax.set_xlim(left=0)
-        ax.legend()
-        style.ticks(ax)
-        if cost == "clock":
-            style.ticks(ax, style.in_hours, "x")
         where = TEST_SETS.get(run.headline, run.headline)
-        style.set_title(ax, f"{_capitalized(run.metric_title)} by {words}: {where}")
-        ax.set_xlabel(label)
+        title = f"{_capitalized(run.metric_title)} by {words}: {where}"
+        style.over_cost(ax, cost, title, note)
 
     return Drawing(name, draw, f"{run.metric_title} by {words}, up to {most}")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -21,6 +20,7 @@ from fedhet.report.tables import (
     client_cells,
     confusion_note,
     constant_of,
+    constant_score,
     frequent_confusions,
     label_cells,
     legend,
@@ -120,7 +120,7 @@ def render_run(run: Run, live: Live | None = None) -> str:
             .removeprefix("always predicting ")
             .removeprefix("the ")
             .removesuffix(" of the test set"),
-            "majority": float(np.mean([*run.majority(protocol).values()] or NAN)),
+            "majority": constant_score(run, protocol),
             "against": baseline_line(run).partition(": "),
             "tail": run.tail(protocol, kind),
             "best": best,

@@ -62,11 +62,6 @@ MEANING = {
     HELD_OUT_EPOCH: "the same model after one local epoch",
 }
 """Descriptions of the protocols and of common kinds of models."""
-TEST_SAMPLES = {
-    "digits": 359, "breast-cancer": 114, "adult": 16_281,
-    "mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000,
-}  # fmt: skip
-"""Size of the common test set of each published dataset, for runs that did not record it."""
 STATISTICS = ("mean", "std", "worst", "tail")
 """Statistics of a score over clients; see `Run.statistic`."""
 STAGES = ("train", "evaluate", "server", "overhead")
@@ -237,23 +232,13 @@ class Run:
         return self.scores.get(protocol, {}).get(kind, Score())
 
     def test_samples(self, protocol: str, kind: str) -> float | None:
-        """Return the number of test samples behind a mean score, or None if it is unknown.
-
-        The number is computed by `effective_samples` from the recorded numbers. Runs without these
-        numbers have a known number only if the dataset determines the size of the common test set.
-        """
-        names = self.last(protocol, kind).per_client
+        """Return the number of test samples behind a mean score, or None if it is unknown."""
+        names = [*self.last(protocol, kind).per_client]
         recorded = self.last_evaluated.tested.get(protocol, {}) if self.last_evaluated else {}
-        counts = [recorded[name] for name in names if name in recorded]
-        if protocol == "common" and [*names] == ["server"]:  # The server evaluates its own model.
-            return effective_samples([*recorded.values()], protocol)
-        if counts and len(counts) == len(names):
-            return effective_samples(counts, protocol)
-        size = TEST_SAMPLES.get(str(self.settings.get("data.dataset")).partition(":")[0])
-        if recorded or size is None or protocol != "common" or self.origin.own_data:
-            return None
-        limit = self.settings.get("data.max-test-samples")
-        return min(size, limit) if isinstance(limit, int) and limit else size
+        if protocol == "common" and names == ["server"]:  # The server evaluates its own model.
+            names = [*recorded]
+        is_known = recorded.keys() >= {*names}
+        return effective_samples([recorded[name] for name in names], protocol) if is_known else None
 
     @cached_property
     def class_names(self) -> list[str]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
@@ -259,28 +259,33 @@ def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = 
     chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
-def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Use a logarithmic byte scale, because traffic differs between methods by powers of ten."""
-    ax.set(**{f"{axis}scale": "log"})
-    chosen = ax.yaxis if axis == "y" else ax.xaxis
-    low, high = chosen.get_view_interval()
-    if high < 10 * low:  # Extend the range to a factor of ten, so that it contains a tick.
-        middle = math.sqrt(low * high)
-        ax.set(**{f"{axis}lim": (middle / math.sqrt(10), middle * math.sqrt(10))})
-    chosen.set_major_locator(LogLocator(numticks=6))
-    chosen.set_minor_locator(NullLocator())
-    chosen.set_major_formatter(FuncFormatter(lambda value, _: in_bytes(value)))
+def over_cost(ax: Axes, cost: str, title: str, note: str = "") -> None:
+    """Configure the axes of a plot over a cumulative cost (see `COST_AXES`).
+
+    Bytes have a logarithmic axis, because traffic differs between methods by powers of ten.
+    """
+    ticks(ax)
+    if cost == "bytes":
+        ax.set_xscale("log")
+        low, high = ax.get_xlim()
+        if high < 10 * low:  # Extend the range to a factor of ten, so that it contains a tick.
+            middle = math.sqrt(low * high)
+            ax.set_xlim(middle / math.sqrt(10), middle * math.sqrt(10))
+        ax.xaxis.set_major_locator(LogLocator(numticks=6))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_bytes(value)))
+    else:
+        ax.set_xlim(left=0)
+    if cost == "clock":
+        ticks(ax, lambda seconds: f"{seconds / 3600:.3g}", "x")
+    ax.set_xlabel(COST_AXES[cost][2] + note)
+    set_title(ax, title)
 
 
 def in_bytes(value: float) -> str:
     """Format a number of bytes as a tick label, without trailing zeros."""
     number, _, unit = human_bytes(value).partition(" ")
     return f"{float(number):g} {unit}"
-
-
-def in_hours(seconds: float) -> str:
-    """Format seconds as a tick label in hours."""
-    return f"{seconds / 3600:.3g}"
 
 
 def mark(number: int) -> tuple[str, str]:
