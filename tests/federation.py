@@ -176,25 +176,25 @@ class Server:
 
     def close(self, round: int) -> None:
         """End a round, and let the sampled clients evaluate."""
-        asked = self.flower.configure_evaluate(round, None, self.manager)
-        if asked:
-            results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in asked]
+        instructions = self.flower.configure_evaluate(round, None, self.manager)
+        if instructions:
+            results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in instructions]
             self.flower.aggregate_evaluate(round, results, [])
 
     def play(self, round: int):
         """Run a round without its evaluation; return the instructions and the replies."""
-        asked = self.ask(round)
-        answers = self.answers(asked)
-        self.flower.aggregate_fit(round, answers, [])
-        return asked, answers
+        instructions = self.ask(round)
+        replies = self.answers(instructions)
+        self.flower.aggregate_fit(round, replies, [])
+        return instructions, replies
 
-    def answers(self, asked) -> list[tuple[object, FitRes]]:
+    def answers(self, instructions) -> list[tuple[object, FitRes]]:
         """Let every client train. A reply on disk can still be read after the round."""
-        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
-        for _, result in answers:
+        replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in instructions]
+        for _, result in replies:
             if isinstance(stored := result.parameters, SpooledPayload):
                 stored.tensors = stored.read().tensors
-        return answers
+        return replies
 
 
 def weighed_by_samples(data: RunData, *, peers_of=simulation.peers_of):

@@ -132,25 +132,25 @@ def assert_only_rows_per_class(
     field `also`.
     """
     server = Server(config, directory)
-    asked = server.ask(1)
-    assert not instruction_of(asked[0]).tensors
-    answers = server.answers(asked)
-    for proxy, result in answers:
+    instructions = server.ask(1)
+    assert not instruction_of(instructions[0]).tensors
+    replies = server.answers(instructions)
+    for proxy, result in replies:
         reply = reply_of(result)
         assert set(reply.tensors) == {"classes", field, *filter(None, [also])}
         present = sorted(set(client_of(proxy).y.tolist()))
         assert reply.tensors["classes"].tolist() == present
         assert reply.tensors[field].shape == (len(present), width)
         assert not reply.scalars
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, replies, [])
     sent = instruction_of(server.ask(2)[0])
     assert set(sent.tensors) == {"classes", field}
     assert not sent.scalars
 
 
-def instruction_of(asked) -> Knowledge:
-    """Return the knowledge in a client's instruction; `asked` is its proxy and its `FitIns`."""
-    proxy, ins = asked
+def instruction_of(call) -> Knowledge:
+    """Return the knowledge in a client's instruction; `call` is its proxy and its `FitIns`."""
+    proxy, ins = call
     make = getattr(proxy, "make_payload", None)  # of a large message, which is made when sent
     return decode(parameters_to_ndarrays(make() if make else ins.parameters), "test")[1]
 
@@ -173,8 +173,8 @@ def altered(result, change: Callable[[dict[str, Array]], None], **signed: object
 
 def learn(server: Server, number: int) -> dict[str, Arrays]:
     """Run a round; return the replies' tensors by client."""
-    _, answers = server.play(number)
-    return {proxy.name: reply_of(result).tensors for proxy, result in answers}
+    _, replies = server.play(number)
+    return {proxy.name: reply_of(result).tensors for proxy, result in replies}
 
 
 def clients(server: Server) -> dict[str, HetClient]:

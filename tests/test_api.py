@@ -66,7 +66,7 @@ def result(tmp_path_factory):
     return fedhet.run("felo", clients=4, rounds=2, settings=settings, out=out, progress=False)
 
 
-def test_import_is_light_and_lists_what_there_is():
+def test_import_is_light_and_lists_public_names():
     code = (
         "import sys, fedhet; heavy = {'torch', 'flwr', 'pandas', 'ray'} & set(sys.modules); "
         "print(heavy or 'light', 'run' in dir(fedhet))"
@@ -75,11 +75,11 @@ def test_import_is_light_and_lists_what_there_is():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.split() == ["light", "True"]
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    with pytest.raises(AttributeError, match="'trian'"):
         _ = fedhet.trian
 
 
-def test_the_frames_hold_what_the_files_hold(result):
+def test_frames_equal_the_files(result):
     records = [json.loads(line) for line in (result.directory / "metrics.jsonl").open()]
     summary = json.loads((result.directory / "summary.json").read_text())
     history = result.history
@@ -129,22 +129,22 @@ def test_models_and_predictions(result, tmp_path):
     assert np.allclose(result.predict("client-1", x).probabilities, wanted, atol=1e-6)
     assert result.kinds("client-1") == ("private", "global")
     assert result.export("client-1", tmp_path / "m.safetensors").name == "m.safetensors.json"
-    with pytest.raises(StateError, match="client 'client-9' not found"):
+    with pytest.raises(StateError, match="'client-9'"):
         result.model("client-9")
-    with pytest.raises(SettingsError, match="expected one of safetensors, pt2, onnx"):
+    with pytest.raises(SettingsError, match="safetensors, pt2, onnx"):
         result.export("client-1", tmp_path / "m.bin")
 
 
-def test_a_run_is_loaded_again(result, tmp_path):
+def test_loaded_run_equals_the_result(result, tmp_path):
     again = fedhet.load(str(result.directory))
     pd.testing.assert_frame_equal(again.history, result.history)
     assert repr(again) == repr(result)
     assert "felo on digits: 4 clients, round 2 of 2; accuracy (common, global) 0." in repr(again)
-    with pytest.raises(StateError, match=r"run directory .* not found"):
+    with pytest.raises(StateError):
         fedhet.load(tmp_path / "nowhere")
 
 
-def test_a_run_goes_on(tmp_path):
+def test_run_continues(tmp_path):
     whole = quick(models=["mlp", "mlp3"], dataset=tabular, rounds=2, out=tmp_path / "whole")
     out = tmp_path / "run"
     quick(models=["mlp", "mlp3"], dataset=tabular, rounds=1, out=out)
@@ -154,19 +154,19 @@ def test_a_run_goes_on(tmp_path):
     pd.testing.assert_frame_equal(scores, whole.to_frame())
     assert longer.directory == out
     assert len(longer.history) == 2
-    with pytest.raises(StateError, match="is already complete"):
+    with pytest.raises(StateError, match="complete"):
         quick(None, resume=out, rounds=2, **options)
     elsewhere = {"out": str(tmp_path / "b")}
     for other in (elsewhere, {"settings": elsewhere}, {"preset": "demo"}, {"config": "c.toml"}):
-        with pytest.raises(SettingsError, match="cannot be combined with preset, config, or out"):
+        with pytest.raises(SettingsError, match="preset, config"):
             quick(None, resume=out, rounds=3, **{**options, **other})
-    with pytest.raises(StateError, match="contains a run with 'seed' = 0, got 1"):
+    with pytest.raises(StateError, match=r"'seed' = 0.*1"):
         quick(None, resume=out, rounds=3, seed=1, **options)
-    with pytest.raises(StateError, match=r"config\.toml not found"):
+    with pytest.raises(StateError, match=r"config\.toml"):
         quick(None, resume=tmp_path, rounds=3, **options)
 
 
-def test_a_baseline_is_trained_beside_a_run_and_goes_on_with_it(tmp_path):
+def test_baseline_continues_with_its_run(tmp_path):
     found = quick("fedavg", out=tmp_path / "run", against="local")
     alone = quick("local", out=tmp_path / "alone", models="cnn2")
     assert found.baseline.settings["method"] == "local"
@@ -175,12 +175,12 @@ def test_a_baseline_is_trained_beside_a_run_and_goes_on_with_it(tmp_path):
     assert alone.baseline is None
     more = fedhet.run(resume=tmp_path / "run", rounds=3, against="local", progress=False)
     assert len(more.history) == len(more.baseline.history) == 3
-    with pytest.raises(SettingsError, match="expected a method other than the run's"):
+    with pytest.raises(SettingsError, match="method"):
         quick("fedavg", out=tmp_path / "other", against="fedavg")
     assert not (tmp_path / "other").exists()
 
 
-def test_the_card_escapes_everything(result, tmp_path):
+def test_card_escapes_html(result, tmp_path):
     import shutil
 
     evil = "<script>alert(1)</script>"
@@ -195,7 +195,7 @@ def test_the_card_escapes_everything(result, tmp_path):
     assert "<script>" not in fedhet.compare([copy])._repr_html_()
 
 
-def test_a_single_run_or_directory_is_compared_without_a_list(result):
+def test_single_run_or_directory_is_compared(result):
     expected = fedhet.compare([result]).to_frame()
     for runs in (result, result.directory, str(result.directory)):
         pd.testing.assert_frame_equal(fedhet.compare(runs).to_frame(), expected)
@@ -229,7 +229,7 @@ def test_a_model_of_a_script_and_a_lambda(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_process_is_told_to_give_the_objects_again(tmp_path):
+def test_resuming_in_another_process_needs_the_objects(tmp_path):
     def mine(shape, classes):
         return tiny(shape, classes)
 
@@ -311,7 +311,7 @@ def test_list_has_the_data_of_each_client(tmp_path):
     for each, rows in zip(own, (slice(40), slice(40, 90), slice(0, 40, 2)), strict=True):
         samples = torch.cat([each.train.x, each.test.x]).tolist()
         assert sorted(samples) == sorted(torch.from_numpy(X[rows]).float().tolist())
-    with pytest.raises(SettingsError, match=r"data.max-samples must be 0"):
+    with pytest.raises(SettingsError, match=r"data\.max-samples"):
         quick(
             models="mlp",
             dataset=data,
@@ -319,7 +319,7 @@ def test_list_has_the_data_of_each_client(tmp_path):
             clients=3,
             settings={**FEW, "max-samples": 20},
         )
-    with pytest.raises(DataError, match="clients must be 3"):
+    with pytest.raises(DataError, match=r"clients.*3"):
         quick(models="mlp", dataset=data, out=tmp_path / "more", clients=4)
 
 
@@ -345,7 +345,7 @@ def test_mapping_may_state_the_kind_of_its_samples(tmp_path):
         (3, "got int"),
     ],
 )
-def test_data_that_cannot_be_used_is_one_line(tmp_path, data, says):
+def test_invalid_data_raises(tmp_path, data, says):
     with pytest.raises(DataError, match=says) as fault:
         quick(models="mlp", dataset=data, out=tmp_path / "run")
     assert "\n" not in str(fault.value)
@@ -379,19 +379,19 @@ def test_a_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
         ({"settings": {"locl-epochs": 1}}, "did you mean 'training.local-epochs'"),
     ],
 )
-def test_a_mistake_is_one_line(given, says):
+def test_invalid_arguments_raise(given, says):
     with pytest.raises(FedhetError, match=says) as fault:
         fedhet.run(**{"method": "felo", "rounds": 1, "backend": "ray", **given})
     assert "\n" not in str(fault.value)
 
 
-def test_an_object_that_no_worker_can_import_trains_in_this_process():
+def test_unimportable_object_trains_in_this_process():
     given = [("models.pool", [lambda shape, classes: tiny(shape, classes)])]
     assert api._resolve("felo", given).run.engine.backend == "inline"
     assert api._resolve("felo", []).run.engine.backend == "auto"
 
 
-def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):
+def test_arguments_override_files_and_presets(tmp_path, monkeypatch):
     seen = []
     run = SimpleNamespace(path=tmp_path)
     monkeypatch.setattr(
@@ -407,10 +407,10 @@ def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):
     assert (config.run.training.lr, config.run.models.pool) == ((0.25, 0.5), ("mlp", "cnn2"))
 
 
-def test_a_site_imports_no_data_that_it_does_not_allow():
+def test_site_imports_only_allowed_data():
     settings = {"method": "local", "models.pool": "mlp", "data.dataset": "python:evil:load"}
     node = {"partition-id": 0, "num-partitions": 2}
-    with pytest.raises(SettingsError, match="does not permit a run to import 'evil:load'"):
+    with pytest.raises(SettingsError, match="'evil:load'"):
         permitted(node, settings)
     assert permitted({**node, "allow-models": "evil"}, settings)["data.dataset"]
     settings["data.public-dataset"] = "python:worse:load"

@@ -330,9 +330,9 @@ def played(tmp_path, **changes):
         return aggregate(round, replies)
 
     server.strategy.aggregate = watched
-    _, answers = server.play(1)
+    _, results = server.play(1)
     server.close(1)
-    told = {p.name: decode(parameters_to_ndarrays(r.parameters), "x")[1] for p, r in answers}
+    told = {p.name: decode(parameters_to_ndarrays(r.parameters), "x")[1] for p, r in results}
     return server, told, {reply.client.name: reply.knowledge for reply in seen}
 
 
@@ -381,9 +381,9 @@ def test_attack_uses_the_selected_samples(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Attack, "poison", watched)
     for number in (1, 2):
-        asked = server.ask(number)
-        server.flower.aggregate_fit(number, server.answers(asked), [])
-        instruction = decode(parameters_to_ndarrays(asked[0][1].parameters), "x")[1]
+        instructions = server.ask(number)
+        server.flower.aggregate_fit(number, server.answers(instructions), [])
+        instruction = decode(parameters_to_ndarrays(instructions[0][1].parameters), "x")[1]
         expected = np.flatnonzero(np.unpackbits(instruction.tensors["wanted"]))
         victims, rows = seen[-1]
         assert rows.keys() == victims
@@ -433,17 +433,17 @@ def test_searching_client_is_not_attacked(tmp_path, monkeypatch):
     monkeypatch.setattr(Attack, "poison", watched)
     for number in range(1, 6):
         server.play(number)
-    assert any(uploads < asked for _, uploads, asked in struck)
+    assert any(uploads < sampled for _, uploads, sampled in struck)
     assert all(len(victims) == 1 and victims <= uploads for victims, uploads, _ in struck)
 
 
 def test_poison_that_violates_the_contract_is_dropped(tmp_path):
     server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
-    answers = server.answers(server.ask(1))
+    replies = server.answers(server.ask(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
         with np.errstate(over="ignore"):
-            server.flower.aggregate_fit(1, answers, [])
+            server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
     assert list(failed.values()) == ["logits: contains NaN or infinity"]
     assert len(server.flower.state.record.answered) == 3

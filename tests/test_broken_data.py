@@ -87,7 +87,7 @@ MEMBERS = {
 
 
 @pytest.mark.parametrize("case", MEMBERS)
-def test_a_member_that_is_no_array(tmp_path, case):
+def test_member_without_an_array_raises(tmp_path, case):
     path = archive(tmp_path / "train.npz", MEMBERS[case])
     tracemalloc.start()
     try:
@@ -129,7 +129,7 @@ ZIPS = {
 
 
 @pytest.mark.parametrize("case", ZIPS)
-def test_an_archive_that_is_damaged(tmp_path, case):
+def test_damaged_archive_raises(tmp_path, case):
     path = archive(tmp_path / "train.npz", GOOD)
     patched(path, ZIPS[case])
     assert fault(lambda: site(tmp_path)).startswith(f"{path}: not a readable .npz file (")
@@ -138,7 +138,7 @@ def test_an_archive_that_is_damaged(tmp_path, case):
 @pytest.mark.parametrize(
     "error", [MemoryError(), RecursionError("deep"), zlib.error("bad"), KeyError(1)]
 )
-def test_whatever_a_library_raises_names_the_file(tmp_path, monkeypatch, error):
+def test_library_errors_name_the_file(tmp_path, monkeypatch, error):
     path = archive(tmp_path / "train.npz", GOOD)
 
     def fails(*_, **__):
@@ -149,7 +149,7 @@ def test_whatever_a_library_raises_names_the_file(tmp_path, monkeypatch, error):
     assert message.startswith(f"{path}: not a readable .npz file ({type(error).__name__}")
 
 
-def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
+def test_oversized_archive_raises_before_unpacking(tmp_path):
     """Zeros compress to a thousandth of their size."""
     rows = 100_000
     path = tmp_path / "train.npz"
@@ -168,14 +168,14 @@ def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
     assert len(site(tmp_path, SITE.replace(max_bytes=takes)).train) == 75_000
 
 
-def test_values_that_become_float32_are_counted_as_such(tmp_path):
+def test_converted_values_count_as_float32(tmp_path):
     np.savez(tmp_path / "train.npz", x=np.zeros((1000, 50), np.int8), y=np.arange(1000) % 2)
     takes = 1000 * 50 * 4 + 1000 * 8
     assert "bytes in memory" in fault(lambda: site(tmp_path, SITE.replace(max_bytes=takes - 1)))
     assert len(site(tmp_path, SITE.replace(max_bytes=takes)).train) == 750
 
 
-def test_the_files_of_all_clients_are_counted_together(tmp_path):
+def test_size_limit_covers_the_files_of_all_clients(tmp_path):
     for part in ("train", "test"):
         (tmp_path / part).mkdir()
         for k in range(2):
@@ -194,7 +194,7 @@ def test_the_files_of_all_clients_are_counted_together(tmp_path):
 
 
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e400", "1e16", "-1e300"])
-def test_a_number_that_is_none(tmp_path, number):
+def test_invalid_number_raises(tmp_path, number):
     dataset = write_adult(tmp_path)
     path = tmp_path / "adult.data"
     first, _, rest = path.read_text().partition(",")
@@ -205,7 +205,7 @@ def test_a_number_that_is_none(tmp_path, number):
     assert "finite and up to ±1e+15" in message
 
 
-def test_a_field_without_end(tmp_path):
+def test_endless_field_raises(tmp_path):
     """Each of the 15 x 30 fields would use four bytes per character of the longest field."""
     dataset = write_adult(tmp_path)
     with (tmp_path / "adult.data").open("a") as file:
@@ -220,7 +220,7 @@ def test_a_field_without_end(tmp_path):
     assert peak < 20_000_000
 
 
-def test_a_small_archive_of_a_large_table_is_refused(tmp_path):
+def test_archive_of_a_large_table_raises(tmp_path):
     dataset = write_adult(tmp_path)
     path = tmp_path / "adult.data.gz"
     path.write_bytes(gzip.compress(b"\n" * 5_000_000))
@@ -230,7 +230,7 @@ def test_a_small_archive_of_a_large_table_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("at", [12, 40, 100])
-def test_a_damaged_archive_of_a_table(tmp_path, at):
+def test_damaged_archive_of_a_table_raises(tmp_path, at):
     dataset = write_adult(tmp_path)
     path = tmp_path / "adult.data"
     packed = bytearray(gzip.compress(path.read_bytes()))
@@ -267,7 +267,7 @@ LINKS = {
 
 @pytest.mark.parametrize("case", LINKS)
 @pytest.mark.parametrize("part", ["", "train"])
-def test_a_link_back_into_the_data(tmp_path, case, part):
+def test_symlink_back_into_the_data_raises(tmp_path, case, part):
     root = tree(tmp_path / "tree" / part)
     place, target = LINKS[case]
     (root / place).parent.mkdir(exist_ok=True)
@@ -278,7 +278,7 @@ def test_a_link_back_into_the_data(tmp_path, case, part):
 
 
 @pytest.mark.parametrize(("part", "other"), [("train", "test"), ("test", "train")])
-def test_a_link_to_the_other_part(tmp_path, part, other):
+def test_symlink_to_the_other_part_raises(tmp_path, part, other):
     for name in ("train", "test"):
         tree(tmp_path / "tree" / name)
     (tmp_path / "tree" / part / "ant" / "0.png").unlink()
@@ -289,7 +289,7 @@ def test_a_link_to_the_other_part(tmp_path, part, other):
     assert message.startswith(f"{tmp_path / 'tree' / part / 'ant'}: a symlink leads to")
 
 
-def test_many_links_to_a_parent_are_not_followed_at_all(tmp_path):
+def test_symlinks_to_a_parent_are_not_followed(tmp_path):
     """Each level would double the number of visited files, up to the system limit of 40 links."""
     root = tree(tmp_path / "tree")
     (root / "unlabeled").mkdir()
@@ -298,17 +298,17 @@ def test_many_links_to_a_parent_are_not_followed_at_all(tmp_path):
     assert "symlink leads to" in fault(lambda: load(folder(root)))
 
 
-def test_unlabeled_images_are_nobody_elses(tmp_path):
+def test_unlabeled_images_belong_to_one_client(tmp_path):
     train = tree(tmp_path / "site" / "train")
     (train / "unlabeled").symlink_to("cat")
-    with pytest.raises(DataError, match="whose files are already part of the data"):
+    with pytest.raises(DataError, match="already"):
         site_data(
             f"imagefolder:{tmp_path / 'site'}", spec=SITE, classes=3, name="s", unlabeled=True
         )
 
 
 @pytest.mark.parametrize("part", ["", "train"])
-def test_links_to_folders_elsewhere_are_followed(tmp_path, part):
+def test_symlinks_to_other_directories_are_followed(tmp_path, part):
     root = tree(tmp_path / "here" / part)
     tree(tmp_path / "there", ("elks",))
     (root / "elk").symlink_to(tmp_path / "there" / "elks")
@@ -318,7 +318,7 @@ def test_links_to_folders_elsewhere_are_followed(tmp_path, part):
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9", b"a\x1b[2Jb", b"a\nb", "a\u202eb".encode()])
-def test_a_class_that_cannot_be_shown(tmp_path, name):
+def test_unprintable_class_raises(tmp_path, name):
     root = tree(tmp_path / "tree")
     os.rename(os.fsencode(root / "cat"), os.fsencode(root) + b"/" + name)
     message = fault(lambda: RunData(folder(root)).validate())
@@ -326,7 +326,7 @@ def test_a_class_that_cannot_be_shown(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\u202eb", "a\x00b"])
-def test_a_class_in_a_list_that_cannot_be_shown(tmp_path, name):
+def test_unprintable_class_in_a_list_raises(tmp_path, name):
     np.savez(tmp_path / "train.npz", **ROWS)
     (tmp_path / "classes.txt").write_text(f"{name}\ndog\n")
     assert "classes.txt: class name" in fault(lambda: site(tmp_path))
@@ -334,7 +334,7 @@ def test_a_class_in_a_list_that_cannot_be_shown(tmp_path, name):
     assert site(tmp_path).format.classes == ("chat épais", "dog")
 
 
-def test_a_file_name_that_is_not_utf_8(tmp_path):
+def test_file_name_outside_utf_8_raises(tmp_path):
     root = tree(tmp_path / "tree", each=3)
     odd = os.fsencode(root / "cat") + b"/caf\xe9.png"
     os.rename(root / "cat" / "0.png", odd)
@@ -343,7 +343,7 @@ def test_a_file_name_that_is_not_utf_8(tmp_path):
     assert r"caf\udce9.png: not a readable image" in fault(lambda: load(folder(root)))
 
 
-def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
+def test_oversized_images_are_not_decoded(tmp_path, monkeypatch):
     root = tree(tmp_path / "tree")
     takes = 6 * 3 * 40 * 40
     spec = folder(root, image_size=40)
@@ -355,7 +355,7 @@ def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
     assert "bytes in memory" in fault(lambda: load(folder(root, image_size=65_535)))
 
 
-def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
+def test_image_of_many_pixels_is_not_decoded(tmp_path):
     """Black pixels compress to a thousandth, and `data.image-size` would reduce them again."""
     root = tree(tmp_path / "tree")
     PIL.Image.new("L", (2000, 1500)).save(root / "cat" / "9.png")
@@ -371,13 +371,13 @@ def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
     assert len(load(spec.replace(max_bytes=100_000_000)).train) == 7
 
 
-def test_a_side_has_a_limit():
+def test_image_side_is_limited():
     with pytest.raises(ValidationError, match="65535"):
         DataSpec(image_size=65_536)
 
 
 @pytest.mark.parametrize("suffix", ["png", "bmp", "tiff", "webp", "jpeg", "ppm"])
-def test_a_damaged_image_of_any_format_is_named(tmp_path, suffix, monkeypatch):
+def test_damaged_image_raises_in_every_format(tmp_path, suffix, monkeypatch):
     """A damaged image is decoded or rejected, and no other error is raised."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     rng = np.random.default_rng(0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import Context, RecordDict
-from interruption import cut_and_resumed
 from rounds import SPACES, cross_entropy, descend, instruction_of, reply_of
 
 from fedhet.base.errors import DataError, SettingsError
@@ -149,12 +148,12 @@ def test_public_data_belongs_to_no_client(tmp_path):
 def test_only_the_trainer_is_sampled_with_an_empty_instruction(tmp_path):
     server = Server(federation(fraction=0.34), tmp_path)
     for round in (1, 2):
-        asked = server.ask(round)
-        assert [proxy.name for proxy, _ in asked] == ["client-0"]
-        assert not asked[0][1].config["evaluate"]
-        assert not instruction_of(asked[0]).tensors
-        assert not instruction_of(asked[0]).scalars
-        server.flower.aggregate_fit(round, server.answers(asked), [])
+        instructions = server.ask(round)
+        assert [proxy.name for proxy, _ in instructions] == ["client-0"]
+        assert not instructions[0][1].config["evaluate"]
+        assert not instruction_of(instructions[0]).tensors
+        assert not instruction_of(instructions[0]).scalars
+        server.flower.aggregate_fit(round, server.answers(instructions), [])
         server.close(round)
 
 
@@ -178,17 +177,18 @@ def test_round_equals_gradient_descent_on_all_samples(tmp_path):
 
 def test_model_of_the_trainer_is_evaluated(tmp_path):
     server = Server(federation(), tmp_path)
-    _, answers = server.play(1)
-    trained = reply_of(answers[0][1]).group("weights")
-    asked = server.flower.configure_evaluate(1, None, server.manager)
-    assert len(asked) == 3
+    _, replies = server.play(1)
+    trained = reply_of(replies[0][1]).group("weights")
+    instructions = server.flower.configure_evaluate(1, None, server.manager)
+    assert len(instructions) == 3
     assert all(
-        np.array_equal(v, trained[n]) for n, v in instruction_of(asked[0]).group("weights").items()
+        np.array_equal(v, trained[n])
+        for n, v in instruction_of(instructions[0]).group("weights").items()
     )
     own = server.strategy.eval_models()["server"].state_dict()
     assert all(np.array_equal(value, trained[name]) for name, value in own.items())
     for client in clients_of(server).values():
-        (judged,) = client.eval_models(instruction_of(asked[0])).values()
+        (judged,) = client.eval_models(instruction_of(instructions[0])).values()
         assert all(np.array_equal(v, trained[n]) for n, v in judged.state_dict().items())
 
 
@@ -196,15 +196,15 @@ def test_label_space_of_its_own(tmp_path):
     """The trainer learns all classes; each client is evaluated on its own classes."""
     chosen = {**SPACES, "clients": 2, "max-samples": 0}
     server = Server(federation(**chosen), tmp_path)
-    asked = server.ask(1)
-    client = client_of(asked[0][0])
+    instructions = server.ask(1)
+    client = client_of(instructions[0][0])
     everyone = sorted({int(k) for c in clients_of(server).values() for k in c.client_samples.space})
     assert client.space.tolist() == everyone
     start = build("mlp", client.info.shape, 4, seed=0).state_dict()["classifier.weight"]
-    ((_, result),) = server.answers(asked)
+    ((_, result),) = server.answers(instructions)
     moved = np.abs(reply_of(result).tensors["weights/classifier.weight"] - start.numpy()).sum(1)
     assert [k for k in range(4) if moved[k] > 0] == everyone
-    server.flower.aggregate_fit(1, [(asked[0][0], result)], [])
+    server.flower.aggregate_fit(1, [(instructions[0][0], result)], [])
     instruction = server.strategy.eval_instruction(1, client.info)
     for other in clients_of(server).values():
         logits = other.eval_models(instruction)["global"](other.client_samples.own.x[:4])
@@ -240,13 +240,6 @@ def test_central_beats_local(tmp_path):
     assert together["mean"] > alone["mean"] + 0.1
     assert together["mean"] == pytest.approx(summary["accuracy"]["common"]["server"]["mean"])
     assert (tmp_path / "central" / "report.html").exists()
-
-
-def test_resumed_run_equals_uninterrupted_run(tmp_path):
-    config = federation(rounds=4, **{"training.keep-optimizer": True})
-    cut_and_resumed(config, tmp_path)
-    first, second = last_model(tmp_path / "whole"), last_model(tmp_path / "cut")
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_central_raises_in_a_deployment():

@@ -100,7 +100,7 @@ def folder(tmp_path):
         ([], "not-measured"),
     ],
 )
-def test_a_claim_is_of_all_places_and_fails_in_one(outcomes, verdict):
+def test_claim_must_hold_in_all_places(outcomes, verdict):
     assert verdict_of(outcomes) == verdict
 
 
@@ -152,7 +152,7 @@ def test_claims_are_counted_by_paper_and_size(folder):
     assert rows[0][2:5] == ["1", "of", "3"], "felo-4 claims nothing"
 
 
-def test_without_tables_of_ones_own_they_are_those_that_are_shipped(tmp_path, monkeypatch):
+def test_shipped_tables_are_used_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = json.loads(call("claims", "--json").output)
     papers = {"cofed", "fedgems", "fedlora", "fedtype", "felo", "um-pfssl"}
@@ -177,13 +177,13 @@ def test_without_tables_of_ones_own_they_are_those_that_are_shipped(tmp_path, mo
         ('{"table": "felo-2"}', "felo-2-tiny.json: size: Field required"),
     ],
 )
-def test_a_damaged_file_is_named(text, fault, folder):
+def test_damaged_file_raises(text, fault, folder):
     (folder / "felo-2-tiny.json").write_text(text)
     with pytest.raises(StateError, match=fault):
         call("claims", "--out", folder)
 
 
-def test_a_file_of_another_table_and_a_stored_outcome_are_refused(folder):
+def test_file_of_another_table_or_with_an_outcome_raises(folder):
     write(folder, "tiny", table="felo-3")
     with pytest.raises(StateError, match=r"felo-2-tiny\.json.*felo-3-tiny"):
         call("claims", "--out", folder)
@@ -193,7 +193,7 @@ def test_a_file_of_another_table_and_a_stored_outcome_are_refused(folder):
         call("claims", "--out", folder)
 
 
-def test_a_folder_without_tables_and_json_of_a_table_are_refused(tmp_path):
+def test_directory_without_tables_raises(tmp_path):
     with pytest.raises(StateError):
         call("claims", "--out", tmp_path)
     with pytest.raises(SettingsError, match="'--json'"):
@@ -292,7 +292,7 @@ def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
 
 
 @pytest.mark.parametrize("found", read_finished(MEASURED), ids=lambda each: each.file_name)
-def test_what_is_shipped_is_of_the_tables_claims(found, tmp_path):
+def test_shipped_results_match_the_claims(found, tmp_path):
     table = read_table(found.table)
     assert {each.claim for each in found.comparisons} <= set(claims_of(found.table))
     planned = plan(found.table, table, found.size, found.seeds, tmp_path, found.settings)
@@ -303,7 +303,7 @@ def test_what_is_shipped_is_of_the_tables_claims(found, tmp_path):
         assert each.outcome == outcome_of(each.model_dump())
 
 
-def test_every_section_of_a_page_is_of_a_table():
+def test_every_section_of_a_page_describes_a_table():
     pages_of = [p for p in (DOCS / "tables").glob("*.md") if p.stem != "field"]
     text = "".join(page.read_text() for page in pages_of)
     name = r"^(?:\| (\S+-\S+) \|.*\n\| ---|`fedhet table (\S+) --show` prints the rows)"
@@ -347,7 +347,7 @@ def test_a_finished_table_is_shown_in_full(folder):
     assert "The first two columns are for CIFAR-10 in the paper." in text
 
 
-def test_what_is_shown_without_a_directory_comes_with_fedhet(tmp_path, monkeypatch):
+def test_default_claims_are_shipped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "every 10 rounds" in call("felo-4", "--show").output
     with pytest.raises(StateError):
@@ -356,7 +356,7 @@ def test_what_is_shown_without_a_directory_comes_with_fedhet(tmp_path, monkeypat
         call("claims", "--show")
 
 
-def test_what_a_made_table_leaves_is_what_was_measured(tmp_path):
+def test_result_file_equals_the_measurements(tmp_path):
     words = ["--seeds", "0,1", "--out", tmp_path, "--set", "rounds=2", "--set", "clients=2"]
     made = call("felo-2", *words, "--set", "training.local-epochs=1")
     assert made.exit_code == 0

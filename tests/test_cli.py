@@ -147,7 +147,7 @@ def test_baseline_ignores_method_settings_of_a_preset(call, tmp_path):
     assert config.method.name == "local"
     assert config.run.clients == 20
     assert not [name for name in values if name.startswith("felo.")]
-    # What the user says is not left out, and so a setting of another method is refused.
+    # Settings given by the user are kept, so a setting of another method raises.
     assert gather("local", "felo-cifar10", None, ["felo.alpha=2"])["felo.alpha"] == 2
 
 

@@ -18,25 +18,25 @@ def standing(max_refusals=3, max_silences=2):
 
 def play(found, outcomes, rounds=range(1, 40), members=NAMES):
     """Call all clients that may be called, with replies from `outcomes`; return them by round."""
-    asked, forgotten = {}, []
+    sampled, forgotten = {}, []
     for round in rounds:
-        asked[round] = found.eligible(round, members)
-        told = {name: outcomes.get(name) for name in asked[round]}
+        sampled[round] = found.eligible(round, members)
+        told = {name: outcomes.get(name) for name in sampled[round]}
         forgotten += [(round, name) for name in found.update(round, told, members)]
-    return asked, forgotten
+    return sampled, forgotten
 
 
 def test_replying_client_is_always_eligible():
     found, notices = standing()
-    asked, forgotten = play(found, {})
-    assert all(names == NAMES for names in asked.values())
+    sampled, forgotten = play(found, {})
+    assert all(names == NAMES for names in sampled.values())
     assert (forgotten, notices) == ([], [])
 
 
 def test_client_with_rejected_replies_is_excluded():
     found, notices = standing()
-    asked, forgotten = play(found, {"b": "refused"})
-    assert [round for round, names in asked.items() if "b" in names] == [1, 2, 3]
+    sampled, forgotten = play(found, {"b": "refused"})
+    assert [round for round, names in sampled.items() if "b" in names] == [1, 2, 3]
     assert forgotten == [(3, "b")]
     assert len(notices) == 1
     assert notices[0].startswith(
@@ -61,8 +61,8 @@ def test_missing_reply_does_not_reset_rejections():
 @pytest.mark.parametrize("outcome", ["silent", "error"])
 def test_silent_client_backs_off(outcome):
     found, notices = standing()
-    asked, forgotten = play(found, {"b": outcome}, range(1, 61))
-    rounds = [round for round, names in asked.items() if "b" in names]
+    sampled, forgotten = play(found, {"b": outcome}, range(1, 61))
+    rounds = [round for round, names in sampled.items() if "b" in names]
     assert rounds == [1, 2, 4, 8, 16, 32, 48], "after 2, 4, 8 rounds, at most 16"
     assert forgotten == [(2, "b")]
     assert "client b has not replied in 2 consecutive rounds" in notices[0]
@@ -79,8 +79,8 @@ def test_reply_ends_the_backoff():
 
 def test_zero_disables_exclusion_and_backoff():
     found, _ = standing(max_refusals=0, max_silences=0)
-    asked, forgotten = play(found, {"a": "refused", "b": "silent"})
-    assert all(names == NAMES for names in asked.values())
+    sampled, forgotten = play(found, {"a": "refused", "b": "silent"})
+    assert all(names == NAMES for names in sampled.values())
     assert forgotten == []
 
 
@@ -98,8 +98,8 @@ def test_departed_client_is_forgotten_and_may_return():
 
 def test_all_clients_are_eligible_if_all_back_off():
     found, _ = standing()
-    asked, _ = play(found, dict.fromkeys(NAMES, "silent"), range(1, 6))
-    assert all(names == NAMES for names in asked.values())
+    sampled, _ = play(found, dict.fromkeys(NAMES, "silent"), range(1, 6))
+    assert all(names == NAMES for names in sampled.values())
 
 
 def test_run_ends_if_all_clients_are_excluded():

@@ -66,7 +66,7 @@ def play(state, round, value, run="run-1"):
     state.save(round)
 
 
-def test_a_new_client_has_what_setup_makes(tmp_path):
+def test_new_client_has_the_state_of_setup(tmp_path):
     state = opened(tmp_path)
     state.restore("run-1", before=1)
     assert (weight(state) == 0.5).all()
@@ -74,7 +74,7 @@ def test_a_new_client_has_what_setup_makes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_everything_comes_back_in_another_process(tmp_path):
+def test_state_is_restored_in_another_process(tmp_path):
     play(opened(tmp_path), 1, 1.0)
     one = opened(tmp_path)
     one.restore("run-1", before=2)
@@ -98,7 +98,7 @@ def test_everything_comes_back_in_another_process(tmp_path):
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(("before", "expected"), [(1, 0.5), (2, 1.0), (3, 2.0), (9, 3.0)])
-def test_it_continues_from_the_last_round_before(tmp_path, fresh, before, expected):
+def test_client_continues_from_the_last_round(tmp_path, fresh, before, expected):
     state = opened(tmp_path)
     for round in (1, 2, 3):
         play(state, round, float(round))
@@ -112,7 +112,7 @@ def test_it_continues_from_the_last_round_before(tmp_path, fresh, before, expect
     )
 
 
-def test_runs_and_clients_are_apart(tmp_path):
+def test_states_of_runs_and_clients_are_separate(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     state.restore("run-2", before=2)
@@ -122,7 +122,7 @@ def test_runs_and_clients_are_apart(tmp_path):
     assert (weight(other) == 0.5).all()
 
 
-def test_what_is_on_disk_is_not_read_again(tmp_path):
+def test_current_state_is_not_read_again(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     model = state.models["private"]
@@ -130,7 +130,7 @@ def test_what_is_on_disk_is_not_read_again(tmp_path):
     assert state.models["private"] is model
 
 
-def test_what_another_process_has_saved_meanwhile_is_read(tmp_path):
+def test_state_saved_by_another_process_is_read(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     play(opened(tmp_path), 2, 2.0)
@@ -143,7 +143,7 @@ def test_what_another_process_has_saved_meanwhile_is_read(tmp_path):
     assert (weight(state) == 4.0).all()
 
 
-def test_a_round_that_failed_leaves_nothing_behind(tmp_path):
+def test_failed_round_leaves_no_state(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     state.restore("run-1", before=2)
@@ -156,7 +156,7 @@ def test_a_round_that_failed_leaves_nothing_behind(tmp_path):
     assert state.metadata["note"] == "round 1"
 
 
-def test_a_setup_that_fails_is_tried_again(tmp_path):
+def test_failed_setup_is_repeated(tmp_path):
     faults = [RuntimeError("no memory")]
 
     def setup():
@@ -171,13 +171,13 @@ def test_a_setup_that_fails_is_tried_again(tmp_path):
     assert (weight(state) == 0.5).all()
 
 
-def test_a_late_save_does_not_overwrite_a_newer_state(tmp_path):
+def test_late_save_keeps_the_newer_state(tmp_path):
     late = opened(tmp_path)
     late.restore("run-1", before=1)
     late.begin_round()
     play(opened(tmp_path), 1, 1.0)
     before = (tmp_path / "run-1" / "client-0" / "round-000001.safetensors").read_bytes()
-    with pytest.raises(StateError, match="another worker has saved a newer state"):
+    with pytest.raises(StateError, match="newer"):
         late.save(1)
     assert (tmp_path / "run-1" / "client-0" / "round-000001.safetensors").read_bytes() == before
     late.restore("run-1", before=2)
@@ -185,7 +185,7 @@ def test_a_late_save_does_not_overwrite_a_newer_state(tmp_path):
 
 
 @pytest.mark.parametrize("name", IDENTITY)
-def test_the_state_of_something_else_is_refused_by_name(tmp_path, name):
+def test_foreign_state_raises_with_its_name(tmp_path, name):
     play(opened(tmp_path), 1, 1.0)
     other = opened(tmp_path, identity={**IDENTITY, name: "another"})
     with pytest.raises(StateError) as caught:
@@ -195,14 +195,14 @@ def test_the_state_of_something_else_is_refused_by_name(tmp_path, name):
         other.restore("run-1", before=2)
 
 
-def test_a_state_that_does_not_fit_the_model_is_named(tmp_path):
+def test_state_of_another_model_raises(tmp_path):
     play(opened(tmp_path), 1, 1.0)
     wide = opened(tmp_path, setup=lambda: {"private": nn.Sequential(nn.Linear(3, 5))})
-    with pytest.raises(StateError, match=r"round-000001.* does not fit the model private"):
+    with pytest.raises(StateError, match=r"round-000001.*private"):
         wide.restore("run-1", before=2)
 
 
-def test_a_state_that_could_not_be_read_is_not_taken_for_the_one_before(tmp_path):
+def test_unreadable_state_is_not_replaced_by_the_previous(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     wide = opened(tmp_path, setup=lambda: {"private": nn.Sequential(nn.Linear(3, 5))})
@@ -247,7 +247,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_last_whole_state_is_used(tmp_path, fault, caplog):
+def test_last_valid_state_is_used(tmp_path, fault, caplog):
     state = opened(tmp_path)
     for round in (1, 2, 3):
         play(state, round, float(round))
@@ -266,7 +266,7 @@ def test_the_last_whole_state_is_used(tmp_path, fault, caplog):
 
 
 @pytest.mark.parametrize("fault", FAULTS[:4])
-def test_a_client_none_of_whose_states_is_whole_does_not_begin_anew(tmp_path, fault):
+def test_client_without_a_valid_state_raises(tmp_path, fault):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     spoil(state.folder / "round-000001.safetensors", fault)
@@ -274,7 +274,7 @@ def test_a_client_none_of_whose_states_is_whole_does_not_begin_anew(tmp_path, fa
         opened(tmp_path).restore("run-1", before=2)
 
 
-def test_other_files_among_the_states_are_left_alone(tmp_path):
+def test_other_files_among_the_states_are_kept(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     odd = [state.folder / f"round-{name}.safetensors" for name in ("x", "\u0663", "1" * 40, "-2")]
@@ -298,7 +298,7 @@ class Majority:
         return torch.full((len(x),), self.found).numpy()
 
 
-def test_a_model_without_gradients_is_fitted_again_once_it_is_asked(tmp_path, monkeypatch):
+def test_classical_model_is_fitted_again_when_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(Majority, "fitted", 0)
     x, y = torch.zeros(5, 3), torch.tensor([0, 1, 1, 1, 0])
 
@@ -320,7 +320,7 @@ def test_a_model_without_gradients_is_fitted_again_once_it_is_asked(tmp_path, mo
     assert Majority.fitted == 1
 
 
-def test_an_open_state_counts_all_it_holds(tmp_path):
+def test_open_state_counts_all_its_memory(tmp_path):
     state = opened(tmp_path)
     play(state, 1, 1.0)
     assert sum(tensor.nbytes for tensor in state.held_tensors()) == 4 * (12 + 4 + 16) + 8 + 4
@@ -388,7 +388,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{array.shape}")
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_arrays_are_read_as_by_numpy(array, save, tmp_path):
+def test_arrays_are_read_like_numpy(array, save, tmp_path):
     save(tmp_path / "both.npz", first=array, second=array[..., ::-1] if array.ndim else array)
     with np.load(tmp_path / "both.npz") as expected:
         found = load_npz(tmp_path / "both.npz")

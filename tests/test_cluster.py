@@ -238,7 +238,7 @@ def test_paths_of_datasets(tmp_path):
 # --- the faults of all machines -------------------------------------------------------------
 
 
-def answering(monkeypatch, **answers):
+def answering(monkeypatch, **replies):
     """Let a task on a machine return the result for its address."""
     pinned = lambda machine: SimpleNamespace(remote=lambda _: machine.address)  # noqa: E731
     ray = SimpleNamespace(
@@ -246,7 +246,7 @@ def answering(monkeypatch, **answers):
             lambda _: SimpleNamespace(options=lambda scheduling_strategy: scheduling_strategy)
         ),
         wait=lambda refs, num_returns, timeout: (refs, []),
-        get=answers.__getitem__,
+        get=replies.__getitem__,
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(cluster, "pinned", pinned)

@@ -9,7 +9,7 @@ import rounds
 import torch
 from federation import Server, records, run, small
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
-from rounds import instruction_of, reply_of, same
+from rounds import instruction_of, reply_of
 from torch.nn import functional as F
 
 from fedhet import models
@@ -53,19 +53,19 @@ def opened(config, directory):
 
 def first_round(config, directory):
     server = Server(config, directory)
-    _, answers = server.play(1)
+    _, replies = server.play(1)
     server.close(1)
-    return server, answers
+    return server, replies
 
 
-# --- what travels ---------------------------------------------------------------------------
+# --- sent fields ------------------------------------------------------------------------------
 
 
 def test_upload_is_one_small_integer_per_sample_and_the_label_space(tmp_path):
-    server, answers = first_round(cofed(), tmp_path / "run")
+    server, replies = first_round(cofed(), tmp_path / "run")
     public = len(server.strategy.public_set(labeled=False))
     assert public == 280
-    for _, result in answers:
+    for _, result in replies:
         knowledge = reply_of(result)
         assert set(knowledge.tensors) == {"predictions", "space"}
         assert not knowledge.scalars
@@ -79,9 +79,9 @@ def test_upload_is_one_small_integer_per_sample_and_the_label_space(tmp_path):
 
 def test_last_round_sends_no_labels(tmp_path):
     server, _ = first_round(cofed(), tmp_path / "run")
-    asked = server.ask(2)
-    assert all(instruction_of(each).scalars == {"predict": False} for each in asked)
-    for _, result in server.answers(asked):
+    instructions = server.ask(2)
+    assert all(instruction_of(each).scalars == {"predict": False} for each in instructions)
+    for _, result in server.answers(instructions):
         assert reply_of(result) == Knowledge()
 
 
@@ -99,10 +99,10 @@ def vote_by_hand(votes, alpha):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6])
 def test_clients_receive_only_their_classes(tmp_path, alpha):
-    server, answers = first_round(cofed(**{"cofed.threshold": alpha}), tmp_path / "run")
+    server, replies = first_round(cofed(**{"cofed.threshold": alpha}), tmp_path / "run")
     votes = {
         proxy.name: [reply_of(result).tensors[k].tolist() for k in ("predictions", "space")]
-        for proxy, result in answers
+        for proxy, result in replies
     }
     sets = vote_by_hand(list(votes.values()), alpha)
     for proxy, ins in server.ask(2):
@@ -146,17 +146,17 @@ GOOD = np.zeros(280, np.uint8)
 )
 def test_invalid_vote_is_dropped(tmp_path, tensors, fault):
     server = Server(cofed(), tmp_path / "run")
-    asked = server.ask(1)
-    server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
+    instructions = server.ask(1)
+    server.asked = {proxy.name: ins.parameters for proxy, ins in instructions}
     good = {"predictions": GOOD, "space": uint8(0, 1)}
-    answers = [(asked[0][0], reply(server, asked[0][0], tensors))]
-    answers += [(proxy, reply(server, proxy, good)) for proxy, _ in asked[1:]]
-    server.flower.aggregate_fit(1, answers, [])
+    replies = [(instructions[0][0], reply(server, instructions[0][0], tensors))]
+    replies += [(proxy, reply(server, proxy, good)) for proxy, _ in instructions[1:]]
+    server.flower.aggregate_fit(1, replies, [])
     server.close(1)
     record = records(tmp_path / "run")[0]
-    assert list(record["failed"]) == [asked[0][0].name]
-    assert re.search(fault, record["failed"][asked[0][0].name])
-    assert set(server.strategy.votes) == {proxy.name for proxy, _ in asked[1:]}
+    assert list(record["failed"]) == [instructions[0][0].name]
+    assert re.search(fault, record["failed"][instructions[0][0].name])
+    assert set(server.strategy.votes) == {proxy.name for proxy, _ in instructions[1:]}
 
 
 def test_credibility_by_samples_weights_votes(tmp_path):
@@ -172,10 +172,10 @@ def test_credibility_by_samples_weights_votes(tmp_path):
 
 def test_given_weights_decide_the_vote(tmp_path):
     weights = {"client-0": 7.0, "client-2": 0.25, "client-3": 0.0}
-    server, answers = first_round(
+    server, replies = first_round(
         cofed(**{"cofed.credibility": weights, "cofed.threshold": 0.6}), tmp_path / "run"
     )
-    said_by = {proxy.name: reply_of(result).tensors for proxy, result in answers}
+    said_by = {proxy.name: reply_of(result).tensors for proxy, result in replies}
     weight = {name: weights.get(name, 1.0) for name in said_by}
     assert weight["client-1"] == 1.0
     differs = False
@@ -282,10 +282,10 @@ def test_tree_abstains_by_probabilities_and_svm_never(tmp_path):
 
 def test_federation_with_abstentions_equals_algorithm_1(tmp_path):
     config = cofed(**{"cofed.margin": 0.3, "cofed.threshold": 0.3, "models": "mlp"})
-    server, answers = first_round(config, tmp_path / "run")
+    server, replies = first_round(config, tmp_path / "run")
     votes = [
         [reply_of(result).tensors[k].tolist() for k in ("predictions", "space")]
-        for _, result in answers
+        for _, result in replies
     ]
     assert any(5 in predictions for predictions, _ in votes)
     sets = vote_by_hand(votes, 0.3)
@@ -302,11 +302,13 @@ def test_federation_with_abstentions_equals_algorithm_1(tmp_path):
 )
 def test_abstention_raises_unless_enabled(tmp_path, margin, said_, fault):
     server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
-    asked = server.ask(1)
-    server.asked = {proxy.name: ins.parameters for proxy, ins in asked}
+    instructions = server.ask(1)
+    server.asked = {proxy.name: ins.parameters for proxy, ins in instructions}
     vote = {"predictions": GOOD + np.uint8(said_), "space": uint8(0)}
-    server.flower.aggregate_fit(1, [(asked[0][0], reply(server, asked[0][0], vote))], [])
-    assert fault in server.flower.state.record.failed[asked[0][0].name]
+    server.flower.aggregate_fit(
+        1, [(instructions[0][0], reply(server, instructions[0][0], vote))], []
+    )
+    assert fault in server.flower.state.record.failed[instructions[0][0].name]
 
 
 @pytest.mark.parametrize(
@@ -431,10 +433,10 @@ def test_first_round_is_local_training(tmp_path):
 
 def test_late_client_trains_locally_first(tmp_path):
     server = Server(cofed(), tmp_path / "run")
-    asked = server.ask(1)
-    server.flower.aggregate_fit(1, server.answers(asked[1:]), [])
+    instructions = server.ask(1)
+    server.flower.aggregate_fit(1, server.answers(instructions[1:]), [])
     server.close(1)
-    late = asked[0][0].name
+    late = instructions[0][0].name
     told = {each[0].name: instruction_of(each) for each in server.ask(2)}
     assert not told[late].tensors
     assert all(told[name].tensors for name in told if name != late)
@@ -494,24 +496,6 @@ def test_relative_accuracy_is_the_ratio_after_to_before(tmp_path):
     assert len(set(summary["relative"]["common"]["per_client"].values())) > 1
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_server_resumes_from_its_checkpoint(tmp_path, at):
-    config = cofed(**{"cofed.iterations": 2, "cofed.credibility": "samples"})
-    server, _ = first_round(config, tmp_path / "run")
-    if at == 2:
-        server.play(2)
-        server.close(2)
-    saved = {name: value.copy() for name, value in server.strategy.state_dict().items()}
-    expected = {each[0].name: instruction_of(each) for each in server.ask(at + 1)}
-    new = Server(config, tmp_path / "new")
-    new.strategy.load_state_dict(saved)
-    told = {each[0].name: instruction_of(each) for each in new.ask(at + 1)}
-    for name, knowledge in expected.items():
-        assert knowledge.scalars == told[name].scalars
-        assert np.array_equal(knowledge.tensors["labels"], told[name].tensors["labels"])
-    assert same(new.strategy.state_dict(), saved)
-
-
 @pytest.mark.parametrize("model", ["mlp", "sk-tree", "sk-mlp"])
 @pytest.mark.parametrize("method", ["cofed", "local"])
 def test_restored_client_is_identical(tmp_path, model, method):
@@ -536,14 +520,14 @@ def test_restored_client_is_identical(tmp_path, model, method):
 
 def test_metrics_of_a_rejected_client_are_ignored(tmp_path):
     server = Server(cofed(), tmp_path / "run")
-    answers = server.answers(server.ask(1))
+    replies = server.answers(server.ask(1))
 
     def without_vote(round, reply, accept=server.strategy.accept):
         odd = reply.client.name == "client-1"
         return accept(round, reply.with_knowledge(Knowledge()) if odd else reply)
 
     server.strategy.accept = without_vote
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, replies, [])
     state = server.flower.state
     assert state.record.failed == {"client-1": "predictions: missing"}
     assert state.scores.is_outdated("client-1")

@@ -16,7 +16,7 @@ from fedhet.base.errors import SettingsError, StateError
 from fedhet.report import compare, comparison_table, write_comparison
 
 
-def test_groups_are_labeled_by_what_differs(tmp_path: Path) -> None:
+def test_groups_are_labeled_by_their_differences(tmp_path: Path) -> None:
     for seed in range(3):
         make(tmp_path / f"a{seed}", seed=seed, table={"share-weights": True, "alpha": 1.0})
         make(tmp_path / "deep" / f"b{seed}", seed=seed, table={"share-weights": False, "alpha": 1})
@@ -38,7 +38,7 @@ def test_groups_are_labeled_by_what_differs(tmp_path: Path) -> None:
         (["/a/slow.csv", ""], {"slow.csv", "none"}),
     ],
 )
-def test_a_label_names_a_file_without_its_folder_if_that_tells_it_apart(
+def test_label_shortens_unambiguous_paths(
     tmp_path: Path, clocks: list[str], labels: set[str]
 ) -> None:
     for k, clock in enumerate(clocks):
@@ -47,7 +47,7 @@ def test_a_label_names_a_file_without_its_folder_if_that_tells_it_apart(
     assert found == {f"felo clock={label}" for label in labels}
 
 
-def test_runs_that_differ_in_their_place_alone_form_one_group(tmp_path: Path) -> None:
+def test_runs_in_different_directories_form_one_group(tmp_path: Path) -> None:
     for seed in range(2):
         where = {
             "engine.join-timeout": 60.0 + seed,
@@ -63,7 +63,7 @@ def test_runs_that_differ_in_their_place_alone_form_one_group(tmp_path: Path) ->
     assert found["felo fraction=0.5"] == (0,)
 
 
-def test_a_comparisons_numbers(tmp_path: Path) -> None:
+def test_comparison_statistics(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", seed=n, protocols=("common", "personal")) for n in range(3)]
     low = make(tmp_path / "low", method="local", top=0.6)
     found = compare([low, *runs])
@@ -111,7 +111,7 @@ def test_bytes_to_a_target(tmp_path: Path) -> None:
     assert row.split()[-3] == "—"
 
 
-def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None:
+def test_bytes_to_target_use_the_selected_kind(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, method=name, rounds=6) for name in ("felo", "fedgems")]
     lines = lines_of(runs[1])
     for number, line in enumerate(lines):
@@ -144,7 +144,7 @@ def test_bytes_are_counted_by_the_kind_that_is_asked_for(tmp_path: Path) -> None
         compare(runs, kind="sever")
 
 
-def test_the_default_target_is_reached_by_all_and_named(tmp_path: Path) -> None:
+def test_default_target_is_reached_by_all_runs(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", seed=n, top=0.5 + 0.1 * n) for n in range(4)]
     found = compare(runs)
     lowest = min(lines_of(run)[-1]["accuracy"]["common"]["private"]["mean"] for run in runs)
@@ -169,7 +169,7 @@ def test_runs_without_a_finite_score_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [0, -1, 101, math.nan])
-def test_a_target_out_of_range_is_refused(tmp_path: Path, target: float) -> None:
+def test_target_out_of_range_raises(tmp_path: Path, target: float) -> None:
     with pytest.raises(SettingsError, match=r"^target: "):
         compare([make(tmp_path / "run")], target=target)
 
@@ -227,7 +227,7 @@ def test_a_comparison_is_written(tmp_path: Path) -> None:
     assert curve["std"] == pytest.approx(np.std(means, axis=0, ddof=1))
 
 
-def test_a_setting_that_a_method_cannot_have_is_no_difference(tmp_path: Path) -> None:
+def test_settings_of_other_methods_are_no_difference(tmp_path: Path) -> None:
     felo = make(tmp_path / "felo", table={"alpha": 1.0})
     local = make(tmp_path / "local", method="local", settings={"data.alpha": 0.1})
     write_comparison(compare([felo, local]), tmp_path / "out")
@@ -238,7 +238,7 @@ def test_a_setting_that_a_method_cannot_have_is_no_difference(tmp_path: Path) ->
     assert "felo.alpha 1 " in shared
 
 
-def test_a_methods_own_figures_are_compared(tmp_path: Path) -> None:
+def test_metrics_of_a_method_are_compared(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"felo-{seed}", seed=seed) for seed in range(2)]
     runs.append(make(tmp_path / "local", method="local"))
     names = sorted(lines_of(runs[0])[0]["method"])
@@ -276,7 +276,7 @@ def test_many_groups_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "compare.html").stat().st_size > 10_000
 
 
-def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
+def test_missing_runs_raise(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(StateError, match="empty"):
         compare([tmp_path / "empty"])

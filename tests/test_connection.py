@@ -72,10 +72,10 @@ def test_starting_server_is_retried(monkeypatch, tmp_path):
     left = [refusal, refusal, '{"run-id": 7}']
     clock = iter(range(100))
 
-    def answer(*words, **options):
+    def reply(*words, **options):
         return subprocess.CompletedProcess([], 0, left.pop(0), "")
 
-    monkeypatch.setattr(control.subprocess, "run", answer)
+    monkeypatch.setattr(control.subprocess, "run", reply)
     monkeypatch.setattr(control.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(control.time, "monotonic", lambda: next(clock))
     assert Connection(tmp_path, "h:1", Path("ca.crt")).flwr("run") == '{"run-id": 7}'

@@ -29,23 +29,23 @@ def alike(clients, samples, classes, spread=0.02):
 
 def test_simple_aggregation_is_the_mean_and_era_tends_to_uniform():
     """As T grows to infinity, ERA becomes uniform, with the first-order deviation of the mean."""
-    answers = soft(5, 7, 4)
-    mean = np.array([[np.mean([a[r, c] for a in answers]) for c in range(4)] for r in range(7)])
-    np.testing.assert_allclose(mean_scores(answers), mean, rtol=1e-6)
-    np.testing.assert_allclose(entropy_reduced(answers, 1e6), np.full((7, 4), 0.25), atol=1e-6)
-    deviation = 4 * 50 * (entropy_reduced(answers, 50) - 0.25)
+    replies = soft(5, 7, 4)
+    mean = np.array([[np.mean([a[r, c] for a in replies]) for c in range(4)] for r in range(7)])
+    np.testing.assert_allclose(mean_scores(replies), mean, rtol=1e-6)
+    np.testing.assert_allclose(entropy_reduced(replies, 1e6), np.full((7, 4), 0.25), atol=1e-6)
+    deviation = 4 * 50 * (entropy_reduced(replies, 50) - 0.25)
     np.testing.assert_allclose(deviation, mean - 0.25, atol=0.01)
     for temperature in (0.1, 1.0, 3.0):
         powers = np.exp(mean / temperature)
         slow = powers / powers.sum(1, keepdims=True)
-        np.testing.assert_allclose(entropy_reduced(answers, temperature), slow, rtol=1e-4)
+        np.testing.assert_allclose(entropy_reduced(replies, temperature), slow, rtol=1e-4)
 
 
 def test_filter_keeps_the_mean_of_agreeing_clients():
-    answers = alike(10, 2000, 5)
-    weights = filter_weights(answers, 0.1)
+    replies = alike(10, 2000, 5)
+    weights = filter_weights(replies, 0.1)
     assert (weights == 1).all()
-    np.testing.assert_allclose(weighted_scores(answers, weights), mean_scores(answers), atol=1e-6)
+    np.testing.assert_allclose(weighted_scores(replies, weights), mean_scores(replies), atol=1e-6)
 
 
 def slow_filter(points, sigma):
@@ -65,34 +65,34 @@ def slow_filter(points, sigma):
 
 
 def test_filter_equals_its_algorithm():
-    answers = soft(9, 60, 4, concentration=0.3)
-    found = filter_weights(answers, 0.08)
+    replies = soft(9, 60, 4, concentration=0.3)
+    found = filter_weights(replies, 0.08)
     assert (found < 1).sum() > 0
     for row in range(60):
-        expected = slow_filter(answers[:, row].astype(float), 0.08)
+        expected = slow_filter(replies[:, row].astype(float), 0.08)
         np.testing.assert_allclose(found[:, row], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("malicious", range(5))
 def test_one_of_ten_clients_moves_the_filtered_mean_by_at_most_sigma(malicious):
     """If it is kept, it moves the mean by at most sigma. Otherwise, its weight is 0."""
-    answers = alike(10, 300, 5)
-    honest = answers[1:].mean(0)
-    answers[0] = np.eye(5, dtype=np.float32)[malicious]
-    estimate = weighted_scores(answers, filter_weights(answers, 0.1))
+    replies = alike(10, 300, 5)
+    honest = replies[1:].mean(0)
+    replies[0] = np.eye(5, dtype=np.float32)[malicious]
+    estimate = weighted_scores(replies, filter_weights(replies, 0.1))
     assert np.linalg.norm(estimate - honest, axis=1).max() <= 0.105
-    assert np.linalg.norm(mean_scores(answers) - honest, axis=1).max() > 0.105
+    assert np.linalg.norm(mean_scores(replies) - honest, axis=1).max() > 0.105
 
 
 def test_median_and_trimmed_mean_by_coordinate():
-    answers = soft(7, 20, 4)
-    median = np.median(answers, axis=0)
+    replies = soft(7, 20, 4)
+    median = np.median(replies, axis=0)
     np.testing.assert_allclose(
-        median_scores(answers), median / median.sum(1, keepdims=True), rtol=1e-5
+        median_scores(replies), median / median.sum(1, keepdims=True), rtol=1e-5
     )
-    middle = np.sort(answers, axis=0)[2:5].mean(0)
+    middle = np.sort(replies, axis=0)[2:5].mean(0)
     np.testing.assert_allclose(
-        trimmed_scores(answers, 0.2), middle / middle.sum(1, keepdims=True), rtol=1e-5
+        trimmed_scores(replies, 0.2), middle / middle.sum(1, keepdims=True), rtol=1e-5
     )
     discord = np.eye(3, dtype=np.float32)[:, None]
     np.testing.assert_allclose(median_scores(discord), np.full((1, 3), 1 / 3), rtol=1e-6)

@@ -26,7 +26,7 @@ def longer(config, directory, **changes):
 
 
 @pytest.mark.parametrize("method", ["local", "felo"])
-def test_a_finished_run_continues_as_if_it_had_been_longer(method, tmp_path):
+def test_finished_run_continues_like_a_longer_run(method, tmp_path):
     config = small(method, rounds=2, fraction=0.75)
     run(config, tmp_path / "run")
     summary = run(longer(config, tmp_path / "run", rounds=4), tmp_path / "run")
@@ -41,7 +41,7 @@ def test_a_finished_run_continues_as_if_it_had_been_longer(method, tmp_path):
     assert without_times(summary) == without_times(whole)
 
 
-def test_what_is_no_part_of_the_experiment_may_change(tmp_path):
+def test_settings_outside_the_experiment_may_change(tmp_path):
     config = small("local", rounds=1, clients=2)
     run(config, tmp_path / "run")
     other = {"round_timeout": 60.0, "threads": 1, "metrics": "auc", "max_payload_mb": 10.0}
@@ -53,7 +53,7 @@ def test_what_is_no_part_of_the_experiment_may_change(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"rounds": 1}, {"lr": 0.5}, {"precision": "bfloat16"}])
-def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(tmp_path, change):
+def test_finished_run_that_cannot_continue_is_unchanged(tmp_path, change):
     config = small("local", rounds=2, clients=2)
     run(config, tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -109,7 +109,7 @@ def stubborn(**changes):
     return small("felo", rounds=8, clients=2, models="mlp", lr=1e-9, **changes)
 
 
-def test_a_run_whose_accuracy_does_not_rise_ends_early(tmp_path):
+def test_run_without_improvement_stops_early(tmp_path):
     notices = Notices()
     summary = run(stubborn(early_stopping=2), tmp_path / "run", [notices])
     assert summary["rounds"] == 4
@@ -121,7 +121,7 @@ def test_a_run_whose_accuracy_does_not_rise_ends_early(tmp_path):
 
 
 @pytest.mark.parametrize(("round", "moment"), [(3, "after"), (4, "before"), (4, "after")])
-def test_an_interrupted_run_ends_early_all_the_same(tmp_path, round, moment):
+def test_interrupted_run_stops_early(tmp_path, round, moment):
     cut_and_resumed(stubborn(early_stopping=2), tmp_path, round, moment)
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
 # --- the best round ---------------------------------------------------------------------------
 
 
-def test_the_best_round_is_the_first_of_the_highest():
+def test_best_round_is_the_first_maximum():
     found = [record(1, 0.1), record(2, 0.4), record(3), record(4, 0.4), record(5, 0.3)]
     assert best_round(found, Headline()) == 2
     personal = Headline(protocol="personal")  # Only the other protocol was evaluated.
@@ -181,7 +181,7 @@ def test_the_models_of_the_best_round_can_be_used(tmp_path):
     assert summary["accuracy"]["common"]["private"]["mean"] == means[-1]  # never the headline
 
 
-def test_models_that_were_not_kept_are_named(tmp_path):
+def test_missing_models_of_the_best_round_raise(tmp_path):
     config = small("local", rounds=5, clients=2, optimizer="sgd", lr=3.0, models="mlp", seed=1)
     run(config, tmp_path / "run")
     with pytest.raises(StateError, match="keep-best=true"):

@@ -290,7 +290,7 @@ def test_undeclared_weights_raise(name):
     refusal(name, *changed({name: f32(1)}))
 
 
-# --- whole models ---------------------------------------------------------------------------
+# --- complete models --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["weights/fc.weight", "weights/bn.count"])

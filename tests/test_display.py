@@ -18,7 +18,7 @@ from fedhet.runs.records import Headline, RoundRecord, Score, Seconds
 from fedhet.runs.units import time_left
 
 
-def test_lines_say_each_round(tmp_path):
+def test_lines_describe_each_round(tmp_path):
     console = Console(width=200, record=True, file=StringIO())
     run(small(), tmp_path / "run", [line_display(console)])
     text = console.export_text()
@@ -27,7 +27,7 @@ def test_lines_say_each_round(tmp_path):
     assert "4/4 clients" in text
 
 
-def test_lines_say_what_the_start_waits_for(tmp_path):
+def test_lines_describe_the_start(tmp_path):
     console = Console(width=200, record=True, file=StringIO())
     run(small(rounds=1), tmp_path / "run", [line_display(console)])
     lines = console.export_text().splitlines()
@@ -156,7 +156,7 @@ class Hundred:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 12), (200, 60), (80, 120)])
-def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
+def test_lines_of_the_run_stay_visible_with_100_clients(width, height):
     hundred = Hundred(width, height)
     hundred.live.progress.waiting("starting Ray with 4 workers")
     hundred.play()
@@ -210,7 +210,7 @@ def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
     assert counts[0] == sum(counts[1:])
 
 
-def test_before_the_first_round_the_display_says_what_it_waits_for():
+def test_display_describes_the_wait_before_the_first_round():
     live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
     assert "starting" in picture(live, 80, 24)
     live.progress.waiting("reading [b]digits[/b]\x1b[31m")
@@ -219,7 +219,7 @@ def test_before_the_first_round_the_display_says_what_it_waits_for():
     assert "1 client" in picture(live, 80, 24)
 
 
-def test_no_name_or_notice_steers_the_terminal():
+def test_names_and_notices_cannot_control_the_terminal():
     live = LiveDisplay(Console(width=80, force_terminal=True, file=StringIO()))
     live.progress.run_started(small(), Path("x"), {"\x1b[31mred": "[bold]m[/bold]"}, "digits")
     live.progress.notice("\x1b[2Jcleared")
@@ -271,7 +271,7 @@ def test_a_client_keeps_its_last_accuracy_and_time():
     assert math.isnan(late.accuracy)
 
 
-def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
+def test_number_of_training_clients_is_limited_by_workers(tmp_path):
     """The log shows the start of each client: two at first, then one for each reply."""
     seen = []
 
@@ -292,7 +292,7 @@ def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
     assert seen[4:] == ["boom", "answered"]
 
 
-def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
+def test_early_reply_ends_the_training_of_a_client(tmp_path):
     """Ray may start with a client other than the first one called."""
     started = []
 
@@ -307,7 +307,7 @@ def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
     assert started == ["a", "c"]
 
 
-def test_the_headline_kind_comes_first_and_the_others_after():
+def test_headline_kind_is_first():
     values = {"a": 0.25, "b": 0.75}
     kinds = {"server": scores({"server": 0.5}), "private": scores(values), "proxy": scores(values)}
     text = accuracies_of(RoundRecord(1, accuracy={"personal": kinds}), Headline())
@@ -320,7 +320,7 @@ def test_the_headline_kind_comes_first_and_the_others_after():
     assert accuracies_of(RoundRecord(1), Headline()) == "not evaluated"
 
 
-def test_a_line_names_who_answered_is_awaited_rests_or_is_away():
+def test_line_counts_replied_awaited_backing_off_and_absent_clients():
     said = StringIO()
     progress = round_lines(Console(width=200, file=said), seconds=0.0)
     progress.run_started(small(rounds=9), Path("run"), dict.fromkeys("edcba", "mlp"), "digits")

@@ -36,7 +36,7 @@ def amiss(found):
     return [f"{each.level}: {each.text}" for each in found if each.level != "ok"]
 
 
-def test_sound_keys_have_nothing_amiss(keys):
+def test_valid_keys_have_no_problems(keys):
     (keys / "notes.txt").write_text("for all to read")
     assert amiss(doctor.check_keys(keys)) == []
 
@@ -60,7 +60,7 @@ def test_sound_keys_have_nothing_amiss(keys):
         ),
     ],
 )
-def test_what_is_amiss_with_keys_is_named(keys, spoil, says):
+def test_problems_with_keys_are_named(keys, spoil, says):
     spoil(keys)
     assert any(says in each for each in amiss(doctor.check_keys(keys)))
 
@@ -74,7 +74,7 @@ def test_what_is_amiss_with_keys_is_named(keys, spoil, says):
         (None, "warning: {}: belongs to the unknown user"),
     ],
 )
-def test_the_key_of_the_authority_is_roots(keys, owner, says, monkeypatch):
+def test_key_of_the_authority_must_belong_to_root(keys, owner, says, monkeypatch):
     def known(uid):
         assert uid == (keys / "ca.key").stat().st_uid
         if owner is None:
@@ -86,7 +86,7 @@ def test_the_key_of_the_authority_is_roots(keys, owner, says, monkeypatch):
     assert found.startswith(says.replace("{}", str(keys / "ca.key")))
 
 
-def test_keys_of_others_are_told_apart(keys, tmp_path):
+def test_keys_of_other_users_are_recognized(keys, tmp_path):
     certs.make(tmp_path / "other", [], ["site-a"], 365)
     shutil.copy(tmp_path / "other/nodes/site-a.pub", keys / "nodes/site-a.pub")
     shutil.copy(tmp_path / "other/ca.crt", keys / "ca.crt")
@@ -128,14 +128,14 @@ def served(keys):
         server.server_close()
 
 
-def test_a_server_an_hour_off_is_found(keys, served):
+def test_clock_difference_of_an_hour_is_reported(keys, served):
     assert amiss(doctor.check_server(served(0.0), keys / "ca.crt")) == []
     (found,) = amiss(doctor.check_server(served(3600.0), keys / "ca.crt"))
     assert "seconds. Synchronize the clocks with NTP." in found
 
 
 @pytest.mark.parametrize("date", ["soon", "2026-11-25", "Wed, 99 Nov 2026 10:00:00 GMT"])
-def test_a_date_that_is_none_says_nothing_about_the_clock(keys, served, date):
+def test_invalid_date_gives_no_clock_difference(keys, served, date):
     found = list(doctor.check_server(served(0.0, date), keys / "ca.crt"))
     assert [each.subject for each in found] == ["server"]
 
@@ -145,7 +145,7 @@ def test_a_date_without_a_time_zone_is_utc(keys, served):
     assert "Synchronize the clocks with NTP" in found
 
 
-def test_a_server_that_another_authority_vouches_for_is_refused(keys, served, tmp_path):
+def test_server_of_another_authority_is_rejected(keys, served, tmp_path):
     certs.make(tmp_path / "other", [], [], 365)
     (found,) = amiss(doctor.check_server(served(0.0), tmp_path / "other/ca.crt"))
     assert "certificate rejected" in found
@@ -153,7 +153,7 @@ def test_a_server_that_another_authority_vouches_for_is_refused(keys, served, tm
     assert "no server found at 127.0.0.1:9 (Connection refused)" in silent
 
 
-def test_the_machine_is_looked_at_and_a_check_that_fails_ends_nothing(tmp_path, monkeypatch):
+def test_failing_check_does_not_stop_other_checks(tmp_path, monkeypatch):
     what = [each.subject for each in doctor.check_machine(tmp_path)]
     assert {"packages", "memory", "disk", "ports"} <= {*what}
     monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: 1 / 0)
@@ -162,7 +162,7 @@ def test_the_machine_is_looked_at_and_a_check_that_fails_ends_nothing(tmp_path, 
     assert any(each.subject == "disk" for each in found)
 
 
-def test_a_package_that_is_too_old_is_named(tmp_path, monkeypatch):
+def test_outdated_package_is_named(tmp_path, monkeypatch):
     version = doctor.metadata.version
     monkeypatch.setattr(
         doctor.metadata, "version", lambda name: "1.0" if name == "flwr" else version(name)
@@ -195,7 +195,7 @@ def site(tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"privacy": "epsilon=8"}, {"peers": None, "peers-key": None}])
-def test_a_sound_site_has_nothing_amiss(site, more):
+def test_valid_site_has_no_problems(site, more):
     found = list(doctor.check_site(site(**more)))
     assert amiss(found) == []
     assert found[-1].subject == "data"
@@ -260,7 +260,7 @@ def test_the_command_checks_a_site(site, tmp_path):
     assert "The provided configuration string is in an invalid format" in invalid
 
 
-def test_the_command_fails_if_something_is_amiss(keys):
+def test_command_fails_if_a_check_fails(keys):
     done = CliRunner().invoke(app, ["doctor", str(keys), "--json"])
     assert (done.exit_code, {each["level"] for each in json.loads(done.output)} - {"warning"}) == (
         0,
@@ -271,7 +271,7 @@ def test_the_command_fails_if_something_is_amiss(keys):
     assert CliRunner().invoke(app, ["doctor", str(keys / "none")]).exit_code == 2
 
 
-def test_an_authority_that_is_not_there_is_not_taken_for_a_silent_server(keys, served):
+def test_missing_authority_differs_from_a_silent_server(keys, served):
     absent = keys / "absent.crt"
     (found,) = amiss(doctor.check_server(served(0.0), absent))
     assert found.endswith(f"{absent}: file not found, expected the CA's certificate")

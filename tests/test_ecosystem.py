@@ -36,7 +36,7 @@ def medmnist(path, channels=0, sizes=(60, 12, 20), side=8, **changes):
 
 
 @pytest.mark.parametrize("channels", [0, 3])
-def test_a_file_of_medmnist_is_read(tmp_path, channels):
+def test_medmnist_file_is_read(tmp_path, channels):
     arrays = medmnist(tmp_path / "pathmnist.npz", channels)
     found = load(spec(f"medmnist:{tmp_path}/pathmnist.npz"))
     assert found.format.classes == ("0", "1", "2")
@@ -72,17 +72,17 @@ def objects(count):
         ({"val_labels": objects(12)}, "pickled objects are unsupported"),
     ],
 )
-def test_a_faulty_file_is_explained(tmp_path, changes, fault):
+def test_invalid_file_raises(tmp_path, changes, fault):
     medmnist(tmp_path / "x.npz", **changes)
     with pytest.raises(DataError, match=fault):
         load(spec(f"medmnist:{tmp_path}/x.npz"))
 
 
-def test_a_file_that_is_absent_broken_or_too_large(tmp_path):
-    with pytest.raises(DataError, match=r"file not found. Download it from"):
+def test_missing_broken_or_oversized_file_raises(tmp_path):
+    with pytest.raises(DataError, match="Download"):
         load(spec(f"medmnist:{tmp_path}/none.npz"))
     (tmp_path / "odd.npz").write_bytes(b"PK")
-    with pytest.raises(DataError, match=r"not a readable \.npz file"):
+    with pytest.raises(DataError, match=r"\.npz"):
         load(spec(f"medmnist:{tmp_path}/odd.npz"))
     medmnist(tmp_path / "x.npz")
     with pytest.raises(DataError, match=r"data\.max-bytes = 1000 bytes"):
@@ -145,7 +145,7 @@ def test_images_of_the_hub_are_read(hub, mode):
     assert found.train.y.tolist() == [number % 2 for number in range(30)]
 
 
-def test_columns_of_hugging_face_datasets_name_the_owners(tmp_path, monkeypatch):
+def test_column_of_a_hub_dataset_names_owners(tmp_path, monkeypatch):
     from datasets import Dataset, DatasetDict, Image
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -166,7 +166,7 @@ def test_columns_of_hugging_face_datasets_name_the_owners(tmp_path, monkeypatch)
             values = data.dataset.train.take(data.partition()[index]).x[:, 0, 0, 0]
             assert values.tolist() == list(range(index, 24, 3))
         assert (data.common_test is not None) == (place == "both")
-    with pytest.raises(DataError, match=r"column 'wards' .*data\.by"):
+    with pytest.raises(DataError, match=r"'wards'.*data\.by"):
         load(spec("hf:files", by="wards"))
 
 
@@ -183,16 +183,16 @@ def test_saved_datasets_do_not_lead_to_other_files(tmp_path):
         state.write_text(
             json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": path}]})
         )
-        with pytest.raises(DataError, match="outside of the dataset"):
+        with pytest.raises(DataError, match="outside"):
             load(spec(f"hf:{tmp_path / 'saved'}"))
     (tmp_path / "saved" / file.name).unlink()
     (tmp_path / "saved" / file.name).symlink_to(file)
     state.write_text((tmp_path / "other" / "state.json").read_text())
-    with pytest.raises(DataError, match="outside of the dataset"):
+    with pytest.raises(DataError, match="outside"):
         load(spec(f"hf:{tmp_path / 'saved'}"))
 
 
-def test_without_a_test_split_there_is_no_common_test_set(hub):
+def test_missing_test_split_gives_no_common_test_set(hub):
     folder, write = hub
     write("train", 10)
     assert load(spec(f"hf:{folder}")).test is None
@@ -201,7 +201,7 @@ def test_without_a_test_split_there_is_no_common_test_set(hub):
 def test_images_of_several_sizes_are_resized_or_refused(hub):
     folder, write = hub
     write("train", 6, size_of=(5, 9))
-    with pytest.raises(DataError, match=r"image 5: expected .* got 5 x 9\. Set data\.image-size"):
+    with pytest.raises(DataError, match=r"image 5: .*5 x 9.*data\.image-size"):
         load(spec(f"hf:{folder}"))
     assert load(spec(f"hf:{folder}", image_size=4)).format.shape == (1, 4, 4)
 
@@ -212,7 +212,7 @@ def test_texts_of_the_hub_are_read(hub):
     found = load(spec(f"hf:{folder}", sample_kind="text"))
     assert found.format.shape[2] == 8192
     assert len(set(map(tuple, found.train.x.tolist()))) == 6
-    with pytest.raises(DataError, match=r"column 'words' not found, .* Set data\.text-column"):
+    with pytest.raises(DataError, match=r"'words'.*data\.text-column"):
         load(spec(f"hf:{folder}", sample_kind="text", text_column="words"))
 
 
@@ -223,7 +223,7 @@ def test_another_column_may_hold_the_classes(hub):
     assert load(spec(f"hf:{folder}", label_column="none")).format.classes == ("cat", "dog")
 
 
-def test_what_is_too_large_is_refused(hub):
+def test_oversized_dataset_raises(hub):
     folder, write = hub
     write("train", 6)
     with pytest.raises(DataError, match=r"data\.max-bytes = 100 bytes"):
@@ -266,17 +266,17 @@ def outside(tmp_path, hub, monkeypatch):
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("download", [True, False])
-def test_a_card_leads_out_of_no_directory(hub, outside, card, file, download):
+def test_card_with_outside_paths_raises(hub, outside, card, file, download):
     folder, write = hub
     write("train", 6)
     lines = f"configs:\n- config_name: default\n  {CARDS[card]}\n".format(outside=outside)
     (folder / file).write_text(f"---\n{lines}---\n" if file == "README.md" else lines)
-    with pytest.raises(DataError, match="expected a relative path below") as found:
+    with pytest.raises(DataError, match="path") as found:
         load(spec(f"hf:{folder}", download=download))
     assert str(folder / file) in str(found.value)
 
 
-def test_a_symlink_leads_out_of_no_directory(hub, outside):
+def test_symlink_out_of_the_dataset_raises(hub, outside):
     folder, write = hub
     faults = {"train.parquet": "is outside of the dataset", "train": "cannot be"}
     for name, fault in faults.items():  # the library does not follow symlinks to directories
@@ -286,12 +286,12 @@ def test_a_symlink_leads_out_of_no_directory(hub, outside):
         (folder / name).unlink()
     write("train", 6)
     (folder / "README.md").symlink_to(outside / "secret.png")
-    with pytest.raises(DataError, match=r"README\.md: points outside of .*Replace the symlink"):
+    with pytest.raises(DataError, match=r"README\.md: "):
         load(spec(f"hf:{folder}"))
 
 
 @pytest.mark.parametrize("path", ["{outside}/secret.png", "http://127.0.0.1:9/a.png", "hf://a/b"])
-def test_a_row_names_no_image_outside(hub, outside, path):
+def test_row_with_an_outside_image_raises(hub, outside, path):
     from datasets import ClassLabel, Dataset, Features, Image
 
     folder, _ = hub
@@ -302,11 +302,11 @@ def test_a_row_names_no_image_outside(hub, outside, path):
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(rows.data.table, folder / "train.parquet")
-    with pytest.raises(DataError, match="is outside of the dataset"):
+    with pytest.raises(DataError, match="outside"):
         load(spec(f"hf:{folder}"))
 
 
-def test_a_table_of_images_names_no_file_outside(hub, outside):
+def test_image_table_with_an_outside_file_raises(hub, outside):
     folder, _ = hub
     for name in ("a.png", "b.png"):
         PIL.Image.new("L", (8, 8)).save(folder / name)
@@ -314,19 +314,17 @@ def test_a_table_of_images_names_no_file_outside(hub, outside):
     table.write_text("file_name,label\na.png,cat\nb.png,dog\n")
     assert load(spec(f"hf:{folder}")).format.classes == ("cat", "dog")
     table.write_text("file_name,label\na.png,cat\n../outside/secret.png,dog\n")
-    with pytest.raises(DataError, match="is outside of the dataset"):
+    with pytest.raises(DataError, match="outside"):
         load(spec(f"hf:{folder}"))
 
 
-def test_without_the_network_the_error_explains_how_to_download():
-    with pytest.raises(
-        DataError, match=r"not found on this machine, .*--set download=true"
-    ) as caught:
+def test_missing_dataset_suggests_download():
+    with pytest.raises(DataError, match=r"--set download=true") as caught:
         load(spec("hf:nobody/nothing-of-this-name"))
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_name_on_the_hub_stays_as_it_is(tmp_path):
+def test_hub_name_is_unchanged(tmp_path):
     named = absolute(resolve({"data.dataset": "hf:nobody/nothing"}))
     assert named.run.data.dataset == "hf:nobody/nothing"
     local = absolute(resolve({"data.dataset": f"hf:{tmp_path}/../{tmp_path.name}"}))
@@ -344,18 +342,18 @@ def test_a_pool_may_repeat_a_model():
 
 
 @pytest.mark.parametrize("pool", ["cnn2*0", "cnn2*", "*3", "cnn2*x", "cnn2*1.5", "cnn2*1001"])
-def test_a_wrong_multiple_is_refused(pool):
-    with pytest.raises(SettingsError, match=r"invalid list item .* expected VALUE or VALUE\*N"):
+def test_invalid_multiple_raises(pool):
+    with pytest.raises(SettingsError, match=r"VALUE\*N"):
         parse_pairs([f"models.pool={pool}"])
 
 
 def test_one_model_for_all_may_be_given_as_a_multiple():
     assert small("fedavg", models=["mlp"] * 3).run.models.pool == ("mlp",) * 3
-    with pytest.raises(SettingsError, match="one model for all clients"):
+    with pytest.raises(SettingsError, match="one model"):
         small("fedavg", models=["mlp", "mlp", "cnn2"])
 
 
 @pytest.mark.parametrize("pool", ["cnn2,,mlp", ",cnn2", "cnn2, ,mlp", "cnn2,"])
-def test_an_empty_name_in_a_pool_is_refused(pool):
-    with pytest.raises(SettingsError, match=r"'models.pool': empty name in the list, expected"):
+def test_empty_name_in_a_pool_raises(pool):
+    with pytest.raises(SettingsError, match=r"'models\.pool'"):
         parse_pairs([f"models.pool={pool}"])

@@ -11,7 +11,6 @@ from flwr.common import parameters_to_ndarrays
 from rounds import SPACES, clients, inside_of, instruction_of, same, state_of
 
 from fedhet.methods.registry import find_method, method_names
-from fedhet.methods.spec import COMMON_METRICS
 
 
 def quick(method, **changes):
@@ -23,10 +22,10 @@ def quick(method, **changes):
 def sent(server, number):
     """Return all instructions of a round, by client and name."""
     found = {}
-    for asked in server.ask(number):
-        knowledge = instruction_of(asked)
+    for instructions in server.ask(number):
+        knowledge = instruction_of(instructions)
         parts = {**knowledge.tensors, **knowledge.scalars}
-        found |= {f"{asked[0].name}: {name}": np.array(part) for name, part in parts.items()}
+        found |= {f"{instructions[0].name}: {name}": np.array(part) for name, part in parts.items()}
     return found
 
 
@@ -55,8 +54,11 @@ def test_reopened_client_repeats_its_last_round(tmp_path, method):
     config = quick(method)
     server = Server(config, tmp_path)
     server.play(1)
-    asked = server.ask(2)
-    ((proxy, ins), (_, result)) = asked[1 % len(asked)], server.answers(asked)[1 % len(asked)]
+    instructions = server.ask(2)
+    ((proxy, ins), (_, result)) = (
+        instructions[1 % len(instructions)],
+        server.answers(instructions)[1 % len(instructions)],
+    )
     make = proxy.make_payload
     fresh = config.method.client(config, proxy._proxy._node)
     fresh.state.restore(server.log.run_name, before=2)
@@ -89,10 +91,10 @@ def test_label_space_limits_gradients_and_predictions(tmp_path, method):
     model = find_method(method).spec.models.get("table", "mlp")
     changes = {"models": model, "max_samples": 0, "keep_optimizer": False, **SPACES, **own}
     server = Server(quick(method, **changes), tmp_path)
-    asked = server.ask(1)
-    before = {proxy.name: heads(client_of(proxy)) for proxy, _ in asked}
-    server.answers(asked)
-    for each in asked:
+    instructions = server.ask(1)
+    before = {proxy.name: heads(client_of(proxy)) for proxy, _ in instructions}
+    server.answers(instructions)
+    for each in instructions:
         client = client_of(each[0])
         inside = inside_of(client)
         for kind, head in heads(client).items() if method not in OTHERS_TOO else ():
@@ -168,19 +170,6 @@ def test_run_learns(tmp_path, method, changes, bounds):
         assert found[protocol][kind]["mean"] > bound, place
     if method == "fedavg":
         assert found["common"]["global"]["mean"] > found["common"]["private"]["mean"]
-
-
-MEASURING = [name for name in method_names() if find_method(name).spec.metrics]
-
-
-@pytest.mark.parametrize("method", MEASURING)
-def test_metrics_of_a_method_have_titles(tmp_path, method):
-    run(quick(method), tmp_path / "run")
-    found = {name for record in records(tmp_path / "run") for name in record["method"]}
-    by_class = {name for name in found if name.startswith("class_") and name[6:].isdecimal()}
-    declared = {*find_method(method).spec.metrics} | {*COMMON_METRICS}
-    assert found
-    assert found - by_class <= declared
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_external_method_runs_and_evaluates_its_kind(inline):
     kinds = inline["accuracy"]["personal"]
     assert kinds.keys() == {"private", "prototype"}
     assert all(0 < scores["mean"] <= 1 for scores in kinds.values())
-    # Two clients' class means, 32 wide: no model travels.
+    # Class means of two clients with 32 features; no model is sent.
     assert 2 * 2 * 2 * 32 * 4 < inline["bytes_up"] < 20_000
 
 
@@ -92,10 +92,10 @@ def test_example_that_sends_weights_averages_classifiers_and_keeps_extractors(
     for number in (1, 2):
         sent = {key: np.copy(value) for key, value in server.strategy.head.items()}
         assert sorted(sent) == ([] if number == 1 else names)
-        asked, answers = server.play(number)
-        assert [proxy.name for proxy, _ in asked] == ["client-0", "client-1"]
+        instructions, replies = server.play(number)
+        assert [proxy.name for proxy, _ in instructions] == ["client-0", "client-1"]
         heads, samples = [], []
-        for proxy, result in answers:
+        for proxy, result in replies:
             client = client_of(proxy)
             state = state_of(client.network)
             reply = reply_of(result).tensors

@@ -207,15 +207,15 @@ def test_averages_are_of_the_changes_not_of_the_factors(tmp_path, average):
     results = []
     for name, flip in (("plain", False), ("flipped", True)):
         server = Server(config, tmp_path / name)
-        answers = server.answers(server.ask(1))
+        replies = server.answers(server.ask(1))
         if flip:
-            answers[1] = answers[1][0], altered(answers[1][1], negated)
-        server.flower.aggregate_fit(1, answers, [])
+            replies[1] = replies[1][0], altered(replies[1][1], negated)
+        server.flower.aggregate_fit(1, replies, [])
         assert not server.flower.state.record.failed
         results.append(server.strategy.averaged["weights"])
     for name, value in results[0].items():
         np.testing.assert_allclose(results[1][name], value, atol=1e-6)
-    ranks = [v.shape for k, v in reply_of(answers[0][1]).tensors.items() if k.endswith("/left")]
+    ranks = [v.shape for k, v in reply_of(replies[0][1]).tensors.items() if k.endswith("/left")]
     assert ranks
 
 
@@ -235,9 +235,9 @@ def test_outlier_check_compares_products(tmp_path):
 
     config = small("fedkd", clients=5, max_samples=300, outlier_factor=50.0)
     server = Server(config, tmp_path)
-    answers = server.answers(server.ask(1))
-    answers[1] = answers[1][0], altered(answers[1][1], scaled)
-    server.flower.aggregate_fit(1, answers, [])
+    replies = server.answers(server.ask(1))
+    replies[1] = replies[1][0], altered(replies[1][1], scaled)
+    server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
-    assert list(failed) == [answers[1][0].name]
-    assert "update: its root mean square is" in failed[answers[1][0].name]
+    assert list(failed) == [replies[1][0].name]
+    assert "update: its root mean square is" in failed[replies[1][0].name]

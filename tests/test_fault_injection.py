@@ -73,8 +73,8 @@ def test_fault_injection_raises_in_a_deployment(setting):
 
 
 def test_site_ignores_fault_injection():
-    asked = {**SHIPPED, "pace.drop-outs": 0.9, "pace.stragglers": 1.0, "pace.slowdown": 1e3}
-    taken = permitted(PARTITION, asked)
+    sampled = {**SHIPPED, "pace.drop-outs": 0.9, "pace.stragglers": 1.0, "pace.slowdown": 1e3}
+    taken = permitted(PARTITION, sampled)
     assert not {name for name in taken if name in ("pace.drop-outs", "pace.stragglers")}
 
 

@@ -89,9 +89,9 @@ def test_clients_receive_the_mean_of_other_clients(tmp_path):
 def test_two_clients_receive_each_other(tmp_path):
     server = Server(fd(clients=2, models="mlp"), tmp_path)
     replies = learn(server, 1)
-    for asked in server.ask(2):
-        (other,) = [reply for name, reply in replies.items() if name != asked[0].name]
-        sent = instruction_of(asked).tensors
+    for instructions in server.ask(2):
+        (other,) = [reply for name, reply in replies.items() if name != instructions[0].name]
+        sent = instruction_of(instructions).tensors
         assert sent["classes"].tolist() == other["classes"].tolist()
         np.testing.assert_allclose(sent["probabilities"], other["probabilities"], atol=1e-7)
 
@@ -108,7 +108,9 @@ def test_class_of_one_client_is_not_sent_back(tmp_path):
     ]
     figures = server.strategy.aggregate(1, replies)
     assert figures == {"classes_covered": 3.0, "classes_taught": 2.0}
-    sent = {asked[0].name: instruction_of(asked).tensors for asked in server.ask(2)}
+    sent = {
+        instructions[0].name: instruction_of(instructions).tensors for instructions in server.ask(2)
+    }
     assert {name: found["classes"].tolist() for name, found in sent.items()} == {
         "client-0": [1, 4], "client-1": [1, 2], "client-2": [1, 2, 4],
     }  # fmt: skip
@@ -124,9 +126,9 @@ def test_departed_client_is_forgotten(tmp_path):
     server.strategy.forget("client-1")
     server.strategy.forget("nobody")
     left = {name: reply for name, reply in replies.items() if name != "client-1"}
-    for asked in server.ask(2):
-        expected = global_ensembling(left, asked[0].name)
-        sent = instruction_of(asked).tensors
+    for instructions in server.ask(2):
+        expected = global_ensembling(left, instructions[0].name)
+        sent = instruction_of(instructions).tensors
         assert sent["classes"].tolist() == list(expected)
     for name in replies:
         server.strategy.forget(name)
@@ -274,15 +276,15 @@ def test_label_space_of_its_own(tmp_path):
     server = Server(fd(models="mlp", **SPACES, **{"fd.gamma": 3.0}), tmp_path)
     learn(server, 1)
     start = {name: state_of(client.network) for name, client in clients(server).items()}
-    asked = {each[0].name: instruction_of(each) for each in server.ask(2)}
+    instructions = {each[0].name: instruction_of(each) for each in server.ask(2)}
     replies = learn(server, 2)
     for name, client in clients(server).items():
         inside, moved = inside_of(client), moved_outputs(client, start[name])
         assert ((moved > 0) == inside).all()
         assert (replies[name]["probabilities"][:, ~inside] == 0).all()
         np.testing.assert_allclose(replies[name]["probabilities"].sum(1), 1, rtol=1e-5)
-        teacher = client.read_teacher(asked[name])
-        rows = dict(zip(*asked[name].tensors.values(), strict=True))
+        teacher = client.read_teacher(instructions[name])
+        rows = dict(zip(*instructions[name].tensors.values(), strict=True))
         for row, j in enumerate(client.space.tolist()):
             assert bool(teacher.known[row]) == (j in rows)
             if j in rows:
@@ -300,15 +302,15 @@ def test_robust_average_returns_distributions(tmp_path, average):
     """One of five clients permutes its classes; the other clients' averages hardly change."""
     config = fd(clients=5, models="mlp", alpha=100.0, **{"defense.average": average})
     server = Server(config, tmp_path)
-    asked = server.ask(1)
-    answers = server.answers(asked)
+    instructions = server.ask(1)
+    replies = server.answers(instructions)
 
     def turn(tensors):
         tensors["probabilities"] = np.roll(one_hot(*tensors["classes"]), 1, 1).astype(np.float32)
 
-    malicious = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in answers]
+    malicious = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in replies]
     server.flower.aggregate_fit(1, malicious, [])
-    honest = {p.name: reply_of(r).tensors for p, r in answers if p.name != "client-1"}
+    honest = {p.name: reply_of(r).tensors for p, r in replies if p.name != "client-1"}
     sent = server.strategy.instruct(2, server.strategy.members["client-0"].info).tensors
     np.testing.assert_allclose(sent["probabilities"].sum(1), 1, rtol=1e-5)
     for c, row in zip(sent["classes"].tolist(), sent["probabilities"], strict=True):

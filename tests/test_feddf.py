@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
-from interruption import cut_and_resumed
+from federation import Server, client_of, run, small
 from rounds import altered, instruction_of, reply_of, same
 
 from fedhet.algorithms.distillation import distillation_loss
@@ -87,8 +86,8 @@ class Slow:
 
 def one_round(server):
     """Let all clients reply in the first round, and return their weights as plain arrays."""
-    answers = server.answers(server.ask(1))
-    return answers, [(proxy.name, reply_of(result).group("weights")) for proxy, result in answers]
+    replies = server.answers(server.ask(1))
+    return replies, [(proxy.name, reply_of(result).group("weights")) for proxy, result in replies]
 
 
 # The mathematics
@@ -104,10 +103,10 @@ def test_average_of_no_model_raises():
 
 def test_without_distillation_each_architecture_has_its_average(tmp_path):
     server = Server(federation(**{"feddf.epochs": 0}), tmp_path)
-    answers, replies = one_round(server)
+    results, replies = one_round(server)
     slow = Slow(server, replies)
     assert len({samples for _, samples, _ in slow.clients}) > 1
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, results, [])
     assert server.strategy.models.keys() == {"mlp", "cnn2"}
     for name, average in slow.averages().items():
         for key, value in server.strategy.models[name].items():
@@ -122,8 +121,8 @@ def test_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam, lr
     """The result is the closest model to the teacher among the average and each epoch's student."""
     chosen = {"feddf.epochs": 3, "feddf.batch-size": 10_000, "feddf.lr": lr}
     server = Server(federation(clients=3, **chosen), tmp_path)
-    answers, replies = one_round(server)
-    server.flower.aggregate_fit(1, answers, [])
+    results, replies = one_round(server)
+    server.flower.aggregate_fit(1, results, [])
     slow = Slow(server, replies)
     for name, average in slow.averages().items():
         students = slow.students(name, average, 3, lr, steady_adam)
@@ -156,27 +155,27 @@ def test_best_student_is_kept_in_evaluation_mode():
 def test_replies_are_not_kept_and_models_not_shared(tmp_path):
     """The server keeps only sums, and the replies of the next round do not change its models."""
     server = Server(federation(), tmp_path)
-    answers, _ = one_round(server)
+    results, _ = one_round(server)
     kept, accept = [], server.strategy.accept
     server.strategy.accept = lambda *a: kept.append(accept(*a)) or kept[-1]
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, results, [])
     assert len(kept) == 4
     assert not any(reply.knowledge.tensors for reply in kept)
     models = copy.deepcopy(server.strategy.models)
-    asked = server.ask(2)
-    for name, _ in asked:
+    instructions = server.ask(2)
+    for name, _ in instructions:
         assert same(instruction_of((name, _)).group("weights"), models[name._proxy._node.model])
-    answers = server.answers(asked)
+    results = server.answers(instructions)
     server.strategy.aggregate = lambda round, replies: {}
-    server.flower.aggregate_fit(2, answers, [])
+    server.flower.aggregate_fit(2, results, [])
     assert all(same(models[name], server.strategy.models[name]) for name in models)
 
 
 def test_only_weights_are_sent_and_none_at_first(tmp_path):
     server = Server(federation(), tmp_path)
-    asked = server.ask(1)
-    assert not any(instruction_of(each).tensors for each in asked)
-    for proxy, result in server.answers(asked):
+    instructions = server.ask(1)
+    assert not any(instruction_of(each).tensors for each in instructions)
+    for proxy, result in server.answers(instructions):
         knowledge = reply_of(result)
         state = client_of(proxy).network.state_dict()
         assert knowledge.tensors.keys() == {f"weights/{name}" for name in state}
@@ -194,13 +193,13 @@ def test_model_with_invalid_logits_is_dropped(tmp_path):
             federation(**{"engine.outlier-factor": 0.0, "defense.clip-factor": 0.0}),
             tmp_path / name,
         )
-        answers, _ = one_round(server)
+        replies, _ = one_round(server)
         if name == "with":
-            (proxy, result), *others = answers
-            answers = [(proxy, altered(result, spoil)), *others]
+            (proxy, result), *others = replies
+            replies = [(proxy, altered(result, spoil)), *others]
         else:
-            answers = answers[1:]
-        server.flower.aggregate_fit(1, answers, [])
+            replies = replies[1:]
+        server.flower.aggregate_fit(1, replies, [])
         found.append(server.strategy.models)
         failed = server.flower.state.record.failed
         assert list(failed) == ["client-0"]
@@ -212,8 +211,8 @@ def test_architecture_without_a_reply_keeps_its_model(tmp_path):
     server = Server(federation(), tmp_path)
     server.play(1)
     before = copy.deepcopy(server.strategy.models)
-    answers = [a for a in server.answers(server.ask(2)) if a[0]._proxy._node.model == "mlp"]
-    server.flower.aggregate_fit(2, answers, [])
+    replies = [a for a in server.answers(server.ask(2)) if a[0]._proxy._node.model == "mlp"]
+    server.flower.aggregate_fit(2, replies, [])
     assert same(server.strategy.models["cnn2"], before["cnn2"])
     assert not same(server.strategy.models["mlp"], before["mlp"])
 
@@ -245,16 +244,16 @@ def test_client_starts_from_the_fused_model(tmp_path):
     """A step with a tiny learning rate leaves the model as it was sent."""
     server = Server(federation(models="mlp", **{"training.lr": 1e-12}), tmp_path)
     server.play(1)
-    asked = server.ask(2)
-    sent = instruction_of(asked[0]).group("weights")
-    (_, result), *_ = server.answers(asked)
+    instructions = server.ask(2)
+    sent = instruction_of(instructions[0]).group("weights")
+    (_, result), *_ = server.answers(instructions)
     for name, value in reply_of(result).group("weights").items():
         np.testing.assert_allclose(value, sent[name], atol=1e-8)
 
 
-def test_resumed_run_equals_uninterrupted_run(tmp_path):
+def test_run_learns(tmp_path):
     config = federation(rounds=4, clients=3, fraction=0.67, alpha=1.0, models="mlp", local_epochs=3)
-    summary = cut_and_resumed(config, tmp_path)
+    summary = run(config, tmp_path / "run")
     common = summary["accuracy"]["common"]
     assert set(common) == {"private", "global"}
     assert common["global"]["mean"] > 0.4

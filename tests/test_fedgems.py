@@ -134,24 +134,24 @@ class PaperServer:
         asks = self.own["ensemble"] != "none" or not self.own["selective"]
         return [i for i, kind in enumerate(self.kinds()) if kind == 3 and asks]
 
-    def lesson(self, i, kind, answers):
-        """Return the teacher of a sample; `answers`: the clients' logits by sample."""
+    def lesson(self, i, kind, replies):
+        """Return the teacher of a sample; `replies` contains the logits of clients by sample."""
         if kind == 1:
             return None
         if kind == 2:
             return self.l_global[i]
-        if i not in answers:
+        if i not in replies:
             return None
         if self.own["ensemble"] == "mean" or not self.own["selective"]:
-            return mean_by_the_paper(answers[i])
-        return ensemble_by_the_paper(answers[i], int(self.y[i]))
+            return mean_by_the_paper(replies[i])
+        return ensemble_by_the_paper(replies[i], int(self.y[i]))
 
-    def learn(self, number, answers):
+    def learn(self, number, replies):
         """Run lines 4 to 15, and return the sizes of S1, S2, and S3 in the last epoch."""
         if not self.run.training.keep_optimizer:
             self.optimizer = self.new_optimizer()
         kinds = self.kinds()
-        lessons = [self.lesson(i, kind, answers) for i, kind in enumerate(kinds)]
+        lessons = [self.lesson(i, kind, replies) for i, kind in enumerate(kinds)]
         if self.own["split"] == "round":
             for i, logits in enumerate(self.l_s):
                 if self.is_right(i, logits):
@@ -168,7 +168,7 @@ class PaperServer:
                         logits = own.detach().numpy().astype(np.float64)
                         right = self.is_right(i, logits)
                         kind = self.kind(i, right)
-                        teacher = self.lesson(i, kind, answers)
+                        teacher = self.lesson(i, kind, replies)
                         if right:
                             self.l_global[i] = logits
                     counts[kind - 1] += 1
@@ -184,9 +184,9 @@ class PaperServer:
         return counts
 
 
-def bits(asked, name, count):
+def bits(instructions, name, count):
     """Return the samples whose bit is set in a field of an instruction, or all if it is absent."""
-    found = instruction_of(asked).tensors.get(name)
+    found = instruction_of(instructions).tensors.get(name)
     return list(range(count)) if found is None else list(np.flatnonzero(np.unpackbits(found)))
 
 
@@ -236,9 +236,9 @@ def test_server_equals_the_paper(tmp_path, changes, parts):
                 np.testing.assert_allclose(logits, paper.l_s, rtol=2e-3, atol=2e-3)
         replies = server.answers(instructed)
         given = [reply_of(result).tensors["logits"] for _, result in replies]
-        answers = {i: [logits[k] for logits in given] for k, i in enumerate(expected)}
+        results = {i: [logits[k] for logits in given] for k, i in enumerate(expected)}
         server.flower.aggregate_fit(number, replies, [])
-        counts = paper.learn(number, answers)
+        counts = paper.learn(number, results)
         figures = server.flower.state.record.method
         assert [figures["s1"], figures["s2"], figures["s3"]] == counts
         assert figures["asked"] == len(expected)
@@ -294,10 +294,10 @@ def test_fedgem_has_no_component_settings(name, value, default):
 def test_clients_send_logits_for_requested_samples(tmp_path):
     server = Server(fedgems(rounds=2), tmp_path / "run")
     for number in (1, 2):
-        asked, answers = server.play(number)
-        rows = bits(asked[0], "wanted", 60)
+        instructions, replies = server.play(number)
+        rows = bits(instructions[0], "wanted", 60)
         assert 0 < len(rows) < 60
-        for proxy, result in answers:
+        for proxy, result in replies:
             client = client_of(proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
@@ -356,7 +356,7 @@ def unstable(**changes):
     return fedgems(**{**recipe, **changes})
 
 
-def lie(answers):
+def lie(replies):
     """Let client-1 predict a random class with certainty for each sample, within the contract."""
 
     def sure(tensors):
@@ -365,7 +365,7 @@ def lie(answers):
 
     return [
         (proxy, altered(result, sure) if proxy.name == "client-1" else result)
-        for proxy, result in answers
+        for proxy, result in replies
     ]
 
 
@@ -388,8 +388,8 @@ def test_diverging_reply_costs_one_round(tmp_path):
     notices, diverged = notices_of(server), []
     for number in (1, 2, 3, 4):
         before = all_of(server)
-        answers = server.answers(server.ask(number))
-        server.flower.aggregate_fit(number, lie(answers) if number == 2 else answers, [])
+        replies = server.answers(server.ask(number))
+        server.flower.aggregate_fit(number, lie(replies) if number == 2 else replies, [])
         diverged.append(server.flower.state.record.method.get("diverged", 0))
         after = all_of(server)
         assert same(before, after) == (number == 2)
@@ -444,8 +444,8 @@ def test_only_consecutive_divergence_ends_the_run(tmp_path):
         unstable(rounds=9, max_divergences=2, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run"
     )
     for number in range(1, 6):
-        answers = server.answers(server.ask(number))
-        server.flower.aggregate_fit(number, lie(answers) if number in (2, 4) else answers, [])
+        replies = server.answers(server.ask(number))
+        server.flower.aggregate_fit(number, lie(replies) if number in (2, 4) else replies, [])
         assert server.flower.state.rollback.divergences == (number in (2, 4))
         text = server.flower.state.to_json()
     state = server.flower.state
@@ -459,8 +459,8 @@ def test_only_consecutive_divergence_ends_the_run(tmp_path):
 
 def test_untrained_server_sends_no_logits(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
-    asked, _ = server.play(1)
-    assert all("logits" not in instruction_of(each).tensors for each in asked)
+    instructions, _ = server.play(1)
+    assert all("logits" not in instruction_of(each).tensors for each in instructions)
     assert all("logits" in instruction_of(each).tensors for each in server.ask(2))
 
 
@@ -488,9 +488,9 @@ def test_only_changed_logits_are_sent_and_absent_clients_catch_up(tmp_path):
     frozen_but_for(server, {n: rng.choice(60, 5, replace=False) for n in range(2, 10)})
     had, seen = {}, set()
     for number in range(1, 8):
-        asked = server.ask(number)
+        instructions = server.ask(number)
         logits = strategy.logits.copy()
-        for proxy, ins in asked:
+        for proxy, ins in instructions:
             told = instruction_of((proxy, ins)).tensors
             if number == 1:
                 continue
@@ -500,12 +500,12 @@ def test_only_changed_logits_are_sent_and_absent_clients_catch_up(tmp_path):
             seen.add((part, min(away, 3)))
             if part:
                 assert len(told["logits"]) <= 5 * away
-        answers = server.answers(asked)
-        for proxy, _ in answers:
+        replies = server.answers(instructions)
+        for proxy, _ in replies:
             had[proxy.name] = number
             if number > 1:
                 np.testing.assert_array_equal(client_of(proxy).state.tensors["logits"], logits)
-        server.flower.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, replies, [])
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
 
@@ -514,10 +514,10 @@ def test_silent_client_receives_all_logits_again(tmp_path):
     frozen_but_for(server, {n: np.arange(n) for n in range(2, 6)})
     server.play(1)
     server.play(2)
-    answers = server.answers(server.ask(3))
-    server.flower.aggregate_fit(3, answers[1:], [])
+    replies = server.answers(server.ask(3))
+    server.flower.aggregate_fit(3, replies[1:], [])
     whole = ["changed" not in instruction_of(each).tensors for each in server.ask(4)]
-    names = [proxy.name for proxy, _ in answers]
+    names = [proxy.name for proxy, _ in replies]
     assert whole == [name == names[0] for name in names]
 
 
@@ -574,14 +574,14 @@ def test_client_equals_algorithm_1(tmp_path, taught, epsilon):
     teacher = 3 * torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
     wanted = np.arange(count) % 3 == 0
     told = {"wanted": np.packbits(wanted)} | ({"logits": teacher.numpy()} if taught else {})
-    answer = client.train(3, Knowledge(told)).tensors["logits"]
+    reply = client.train(3, Knowledge(told)).tensors["logits"]
     model = client_by_the_paper(client, start, 3, teacher if taught else None, epsilon)
     for name, tensor in model.state_dict().items():
         ours = client.models["private"].state_dict()[name]
         np.testing.assert_allclose(ours, tensor, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         expected = model.eval()(public.x[torch.tensor(wanted)])
-    np.testing.assert_allclose(answer, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(reply, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_empty_request_gets_an_empty_reply(tmp_path):
@@ -609,9 +609,9 @@ def test_invalid_logits_raise(tmp_path, told, fault):
 
 def test_reply_with_other_rows_is_dropped(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
-    answers = server.answers(server.ask(1))
+    replies = server.answers(server.ask(1))
     server.strategy.wanted[:] = True
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, replies, [])
     assert len(server.flower.state.record.failed) == 4
     assert "with Q = 60" in server.flower.state.record.failed["client-0"]
 
@@ -693,12 +693,12 @@ def test_restored_server_continues_bit_for_bit(tmp_path):
     assert any(name.startswith("model/") for name in saved)
     other = Server(config, tmp_path / "other")
     other.strategy.load_state_dict(saved)
-    asked = server.ask(3)
-    for one, two in zip(asked, other.ask(3), strict=True):
+    instructions = server.ask(3)
+    for one, two in zip(instructions, other.ask(3), strict=True):
         assert same(instruction_of(one).tensors, instruction_of(two).tensors)
-    answers = server.answers(asked)
+    results = server.answers(instructions)
     strategy = server.strategy
-    replies = list(server.flower._codec.decode_all(answers, [], strategy.members))
+    replies = list(server.flower._codec.decode_all(results, [], strategy.members))
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
     assert same(server.strategy.state_dict(), other.strategy.state_dict())
 
@@ -707,8 +707,8 @@ def test_logits_of_a_client_survive_its_process(tmp_path):
     config = fedgems(rounds=3)
     server = Server(config, tmp_path / "run")
     server.play(1)
-    asked, _ = server.play(2)
-    proxy = asked[0][0]
+    instructions, _ = server.play(2)
+    proxy = instructions[0][0]
     kept = client_of(proxy).state.tensors["logits"].clone()
     node = client_of(proxy).node
     fresh = config.method.client(config, node)

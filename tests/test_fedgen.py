@@ -176,8 +176,8 @@ def slow_round(client, knowledge, label, share):
     def loss(model):
         logs = log_softmax(model(x))
         ce = -logs[range(len(y)), y].mean()
-        answer = log_softmax(model.classifier(of_own)).detach()
-        kl = (answer.exp() * (answer - logs)).sum(1).mean()
+        reply = log_softmax(model.classifier(of_own)).detach()
+        kl = (reply.exp() * (reply - logs)).sum(1).mean()
         synthetic = -log_softmax(model.classifier(of_one))[0, label]
         return ce + share * (own.alpha * synthetic + own.beta * kl)
 
@@ -247,19 +247,21 @@ def test_first_round_equals_lg_fedavg(tmp_path):
         assert same(group(one[name], "weights"), group(other[name], "weights"))
 
 
-# What travels, and the server
+# Sent fields, and the server
 
 
 def test_sent_fields(tmp_path):
     server = Server(fedgen(models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    asked, answers = server.play(1)
+    instructions, replies = server.play(1)
     head = {"weights/classifier.weight", "weights/classifier.bias"}
-    assert set(instruction_of(asked[0]).tensors) == head, "no generator before it has been trained"
-    assert set(reply_of(answers[0][1]).tensors) == head | {"classes", "counts"}
+    assert set(instruction_of(instructions[0]).tensors) == head, (
+        "no generator before it has been trained"
+    )
+    assert set(reply_of(replies[0][1]).tensors) == head | {"classes", "counts"}
     told = instruction_of(server.ask(2)[0]).tensors
     assert {name.partition("/")[0] for name in told} == {"weights", "generator", "prior"}
     counts = np.zeros(10)
-    for _, result in answers:
+    for _, result in replies:
         sent = reply_of(result).tensors
         counts[sent["classes"]] += sent["counts"]
     np.testing.assert_allclose(told["prior"], counts / counts.sum(), rtol=1e-6)
@@ -277,8 +279,8 @@ def own_settings(**changes):
 def test_no_counts_are_sent_with_equal_weights(tmp_path):
     changes = own_settings(weighting="clients", prior="uniform")
     server = Server(fedgen(**changes), tmp_path)
-    _, answers = server.play(1)
-    assert {n.partition("/")[0] for n in reply_of(answers[0][1]).tensors} == {"weights"}
+    _, replies = server.play(1)
+    assert {n.partition("/")[0] for n in reply_of(replies[0][1]).tensors} == {"weights"}
     np.testing.assert_allclose(server.strategy.prior, 0.1)
 
 
@@ -303,8 +305,8 @@ def test_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, weighti
     )
     counts = np.array([[int((c.y == k).sum()) for k in range(classes)] for c in clients])
     assert (counts.sum(0) == 0).any(), "a class that no client has"
-    _, answers = server.play(1)
-    (head, prior_found), replies = seen[0], [reply_of(result).tensors for _, result in answers]
+    _, results = server.play(1)
+    (head, prior_found), replies = seen[0], [reply_of(result).tensors for _, result in results]
     totals = counts.sum(0)
     if (weighting, prior) == ("clients", "uniform"):
         expected = [1 / classes] * classes
@@ -335,8 +337,8 @@ def test_round_of_a_client_equals_equation_5_as_printed(tmp_path):
     features = generated(made, np.array([label]), client.settings.noise_dim)
 
     def loss(model):
-        answer = log_softmax(model.classifier(features))
-        return cross_entropy(model(client.x.double()), client.y) - answer[0, label]
+        reply = log_softmax(model.classifier(features))
+        return cross_entropy(model(client.x.double()), client.y) - reply[0, label]
 
     expected = descend(model, loss)
     replied(client, 3, knowledge)
@@ -348,14 +350,14 @@ def test_class_counts_are_limited_by_samples(tmp_path):
         tensors["counts"] = tensors["counts"] * 10**6
 
     server = Server(fedgen(), tmp_path)
-    answers = server.answers(server.ask(1))
-    honest = reply_of(answers[0][1]).tensors
-    name, samples = answers[0][0].name, honest["counts"].sum()
-    answers[0] = answers[0][0], altered(answers[0][1], boast)
+    results = server.answers(server.ask(1))
+    honest = reply_of(results[0][1]).tensors
+    name, samples = results[0][0].name, honest["counts"].sum()
+    results[0] = results[0][0], altered(results[0][1], boast)
     accepted = []
     monkeyed = server.strategy._counts
     server.strategy._counts = lambda replies: accepted.append(monkeyed(replies)) or accepted[-1]
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, results, [])
     assert accepted[0][0].sum() <= server.strategy.members[name].info.samples
     assert accepted[0][0].sum() == pytest.approx(samples, abs=10)
 

@@ -169,19 +169,19 @@ def test_two_rounds_equal_algorithm_1(tmp_path, learned):
     server = Server(fedkd(models="mlp2", **PLAIN, **chosen, rounds=4), tmp_path / "run")
     learn(server, 1)
     before = copy.deepcopy(server.strategy.averaged["weights"])
-    asked = server.ask(2)
-    client = client_of(asked[0][0])
+    instructions = server.ask(2)
+    client = client_of(instructions[0][0])
     mentee = build("mlp3", client.info.shape, client.info.classes, seed=5)
     mentee.load_state_dict({k: torch.tensor(v) for k, v in before.items()})
     start = copy.deepcopy(client.network)
     mentor, shared = slow_round(start, mentee, client.x, client.y, 0.1, 3, learned)
-    answers = server.answers(asked)
+    replies = server.answers(instructions)
     for name, value in mentor.state_dict().items():
         found = client.network.state_dict()[name].numpy()
         np.testing.assert_allclose(found, value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
     matrices = [each.bridge.weight.detach().numpy() for each in (start, mentor)]
     assert not np.allclose(*matrices), "W^h learns"
-    sent = reply_of(answers[0][1]).tensors
+    sent = reply_of(replies[0][1]).tensors
     for name, value in shared.state_dict().items():
         change = value.numpy() - before[name]
         cut = whole_of(sent, name, change.shape)
@@ -193,20 +193,20 @@ def test_two_rounds_equal_algorithm_1(tmp_path, learned):
         squares = np.linalg.svd(change, compute_uv=False) ** 2
         assert squares[: rank - 1].sum() <= (0.95 + 0.03 * 2 / 4) * squares.sum() * 1.001
     assert any(name.endswith("/left") for name in sent)
-    check_the_servers_part(server, answers, before)
+    check_the_servers_part(server, replies, before)
 
 
-def check_the_servers_part(server, answers, before):
+def check_the_servers_part(server, replies, before):
     """Lines 13 to 22: the mean of the changes, weighted by samples, is cut again and added."""
-    samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
-    server.flower.aggregate_fit(2, answers, [])
+    samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
+    server.flower.aggregate_fit(2, replies, [])
     told = instruction_of(server.ask(3)[0])
     total = sum(samples.values())
     assert told.scalars == {"base": 2}
     for name, value in server.strategy.averaged["weights"].items():
         parts = [
             (whole_of(reply_of(r).tensors, name, value.shape), samples[c.name] / total)
-            for c, r in answers
+            for c, r in replies
         ]
         mean = sum(part * share for part, share in parts)
         cut = whole_of(told.tensors, name, value.shape)
@@ -221,11 +221,11 @@ def check_the_servers_part(server, answers, before):
 def mentees(server, number):
     """Return each client's decoded mentee and the fields of its instruction."""
     found = {}
-    for asked in server.ask(number):
-        knowledge, client = instruction_of(asked), client_of(asked[0])
+    for instructions in server.ask(number):
+        knowledge, client = instruction_of(instructions), client_of(instructions[0])
         client.state.restore(server.log.run_name, before=number)
         fields = {name.partition("/")[0] for name in knowledge.tensors}
-        found[asked[0].name] = fields, client._received(knowledge)
+        found[instructions[0].name] = fields, client._received(knowledge)
     return found
 
 
@@ -243,26 +243,29 @@ def test_clients_apply_changes_of_the_mentee(tmp_path):
 def test_client_that_missed_a_round_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
-    asked = server.ask(2)
-    server.flower.aggregate_fit(2, server.answers(asked)[1:], [])
-    fields = {asked[0].name: instruction_of(asked).scalars.keys() for asked in server.ask(3)}
+    instructions = server.ask(2)
+    server.flower.aggregate_fit(2, server.answers(instructions)[1:], [])
+    fields = {
+        instructions[0].name: instruction_of(instructions).scalars.keys()
+        for instructions in server.ask(3)
+    }
     assert [len(each) for each in fields.values()] == [0, 1, 1]
 
 
 def test_client_with_lost_state_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
-    asked = server.ask(2)
-    client = client_of(asked[1][0])
+    instructions = server.ask(2)
+    client = client_of(instructions[1][0])
     for file in client.state.folder.iterdir():
         file.unlink()
-    answers = server.answers(asked)
-    server.flower.aggregate_fit(2, answers, [])
+    replies = server.answers(instructions)
+    server.flower.aggregate_fit(2, replies, [])
     failed = server.flower.state.record.failed
     assert list(failed) == ["client-1"]
     assert "expected an update of the mentee of round none, got round 1" in failed["client-1"]
-    answers = server.answers(server.ask(3))
-    server.flower.aggregate_fit(3, answers, [])
+    replies = server.answers(server.ask(3))
+    server.flower.aggregate_fit(3, replies, [])
     assert not server.flower.state.record.failed
 
 
@@ -271,10 +274,10 @@ def test_all_clients_receive_the_full_mentee_after_an_empty_round(tmp_path):
     server = Server(fedkd(rounds=5), tmp_path)
     learn(server, 1)
     kept = server.strategy.state_dict()
-    assert not any(instruction_of(asked).group("weights") for asked in server.ask(2))
+    assert not any(instruction_of(instructions).group("weights") for instructions in server.ask(2))
     server.strategy.load_state_dict(kept)
     assert server.strategy.holders == {"client-0", "client-1", "client-2"}
-    assert all(instruction_of(asked).group("weights") for asked in server.ask(3))
+    assert all(instruction_of(instructions).group("weights") for instructions in server.ask(3))
 
 
 def test_run_with_few_clients_per_round_has_no_failures(tmp_path):
@@ -301,13 +304,13 @@ def test_factors_need_fewer_bytes_than_weights(tmp_path):
     assert bytes_of["fedkd"][1] < 0.8 * bytes_of["fml"][1]
 
 
-# What is judged and used
+# Evaluation and use
 
 
 def test_all_kinds_are_evaluated(tmp_path):
     server = Server(fedkd(models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    asked, _ = server.play(1)
-    client = client_of(asked[1][0])
+    instructions, _ = server.play(1)
+    client = client_of(instructions[1][0])
     for shown in (server.strategy._update, server.strategy.instruction):
         judged = client.eval_models(shown)
         assert list(judged) == ["private", "proxy", "global"]

@@ -100,20 +100,20 @@ def test_round_equals_the_papers(tmp_path, rule):
     strategy = server.strategy
     server.play(1)  # so that B is not zero
     before = dict(strategy.weights)
-    asked = server.ask(2)
+    instructions = server.ask(2)
     for name, model in zip(sorted(strategy.members), POOL, strict=True):
         info = strategy.members[name].info
         assert info.model == model
-    sent = {each[0].name: instruction_of(each).group("weights") for each in asked}
+    sent = {each[0].name: instruction_of(each).group("weights") for each in instructions}
     for (_, weights), rank in zip(sorted(sent.items()), (2, 4, 6), strict=True):
         for name, value in weights.items():  # the leading part of the server's, at its own rank
             assert np.array_equal(value, before[name][tuple(map(slice, value.shape))])
         assert (rule == "freeze-a") is not any(name.endswith("lora_A.weight") for name in weights)
         bs = [value for name, value in weights.items() if name.endswith("lora_B.weight")]
         assert {b.shape[1] for b in bs} == {rank}
-    answers = server.answers(asked)
-    server.flower.aggregate_fit(2, answers, [])
-    order = sorted(answers, key=lambda each: each[0].name)
+    results = server.answers(instructions)
+    server.flower.aggregate_fit(2, results, [])
+    order = sorted(results, key=lambda each: each[0].name)
     replies = [reply_of(result).group("weights") for _, result in order]
     samples = [strategy.members[proxy.name].info.samples for proxy, _ in order]
     assert len(set(samples)) > 1
@@ -169,8 +169,8 @@ def test_rank_level_without_clients_is_unchanged(tmp_path):
     server = Server(federation(**{"fedlora.aggregation": "average"}), tmp_path)
     server.play(1)
     before = dict(server.strategy.weights)
-    asked = sorted(server.ask(2), key=lambda each: each[0].name)[:2]  # ranks 2 and 4
-    server.flower.aggregate_fit(2, server.answers(asked), [])
+    instructions = sorted(server.ask(2), key=lambda each: each[0].name)[:2]  # ranks 2 and 4
+    server.flower.aggregate_fit(2, server.answers(instructions), [])
     for name, value in server.strategy.weights.items():
         if name.endswith("lora_A.weight"):
             assert np.array_equal(value[4:], before[name][4:])
@@ -188,9 +188,9 @@ def test_pruning_shrinks_ranks_and_stays_after_a_restart(tmp_path):
     found = server.strategy.ranks
     assert found
     assert all(1 <= rank < 6 for rank in found.values())
-    for asked in server.ask(4):
-        weights, own = instruction_of(asked).group("weights"), client_of(asked[0])
-        rank = found.get(asked[0].name, int(own.info.model[14]))
+    for instructions in server.ask(4):
+        weights, own = instruction_of(instructions).group("weights"), client_of(instructions[0])
+        rank = found.get(instructions[0].name, int(own.info.model[14]))
         assert ranks(weights) == {rank}
         for b, _ in factors_of(state_of(own.network)).values():
             assert b.shape[1] >= rank
@@ -236,8 +236,8 @@ def test_pruned_levels_have_no_effect_and_no_gradient(tmp_path):
 
 def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
     server = Server(federation(**{"fedlora.aggregation": "average"}), tmp_path)
-    asked = sorted(server.ask(1), key=lambda each: each[0].name)
-    answers = server.answers(asked)
+    instructions = sorted(server.ask(1), key=lambda each: each[0].name)
+    replies = server.answers(instructions)
 
     def smaller(tensors):
         for name, value in tensors.items():
@@ -256,9 +256,9 @@ def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
         tensors[name] = tensors[name][:1]
 
     for index, change in enumerate((smaller, huge, ragged)):
-        proxy, result = answers[index]
-        answers[index] = proxy, altered(result, change)
-    server.flower.aggregate_fit(1, answers, [])
+        proxy, result = replies[index]
+        replies[index] = proxy, altered(result, change)
+    server.flower.aggregate_fit(1, replies, [])
     text = str(server.flower.state.record)
     for words in ("expected adapters of rank 2, got 1", "magnitude bound", "expected float32"):
         assert words in text, text

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, run, small
-from interruption import cut_and_resumed
 from rounds import (
     PLAIN,
     SPACES,
@@ -93,11 +92,11 @@ def test_rounds_of_a_client_equal_the_algorithm(tmp_path, method, loss):
     server = Server(config, tmp_path)
     start = {name: c.setup()["private"] for name, c in clients(server).items()}
     for number, public_epochs in ((1, 2), (2, 0)):
-        asked = server.ask(number)
-        instruction = instruction_of(asked[0])
+        instructions = server.ask(number)
+        instruction = instruction_of(instructions[0])
         assert (FIELD[method] in instruction.tensors) == (number == 2)
-        answers = server.answers(asked)
-        for proxy, result in answers:
+        replies = server.answers(instructions)
+        for proxy, result in replies:
             client = client_of(proxy)
             expected = slow_round(
                 method,
@@ -116,7 +115,7 @@ def test_rounds_of_a_client_equal_the_algorithm(tmp_path, method, loss):
             found = reply_of(result).tensors[FIELD[method]]
             np.testing.assert_allclose(found, scores, rtol=2e-3, atol=1e-5)
             start[proxy.name] = copy.deepcopy(client.network)
-        server.flower.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, replies, [])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -191,10 +190,10 @@ def test_cronus_resists_a_malicious_client(tmp_path, aggregation):
     base = rng.dirichlet([1.0] * 10, 40)
     honest = 0.97 * base + 0.03 * rng.dirichlet([1.0] * 10, (9, 40))
     malicious = np.eye(10)[rng.integers(0, 10, 40)]
-    answers = np.concatenate([honest, malicious[None]]).astype(np.float32)
-    moved = np.linalg.norm(strategy.aggregate_scores(answers) - honest.mean(0), axis=1)
+    replies = np.concatenate([honest, malicious[None]]).astype(np.float32)
+    moved = np.linalg.norm(strategy.aggregate_scores(replies) - honest.mean(0), axis=1)
     assert moved.max() < 0.02
-    assert np.linalg.norm(answers.mean(0) - honest.mean(0), axis=1).min() > 0.03
+    assert np.linalg.norm(replies.mean(0) - honest.mean(0), axis=1).min() > 0.03
     if aggregation == "filter":
         assert 0.1 <= strategy.filtered < 0.2
 
@@ -271,7 +270,7 @@ def test_label_space_of_its_own(tmp_path, method):
         assert torch.isinf(outside).all()
 
 
-# What travels
+# Sent fields
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -290,15 +289,15 @@ def test_only_scores_of_public_samples_are_sent(tmp_path, method):
 @pytest.mark.parametrize("method", ["ds-fl", "cronus"])
 def test_public_labels_are_not_used(tmp_path, method):
     """Wrong labels of the public data change nothing."""
-    answers = []
+    replies = []
     for number in range(2):
         client = opened(md(method), tmp_path / str(number))
         client.public = copy.copy(client.public)
         if number:
             object.__setattr__(client.public, "y", (client.public.y + 1) % 10)
-        asked = Knowledge({"asked": np.arange(10, dtype=np.uint8)})
-        answers.append(fitted(client, 1, asked))
-    assert same(*answers)
+        sampled = Knowledge({"asked": np.arange(10, dtype=np.uint8)})
+        replies.append(fitted(client, 1, sampled))
+    assert same(*replies)
 
 
 def test_public_samples_are_drawn_each_round(tmp_path):
@@ -317,9 +316,9 @@ def test_transfer_learning_happens_only_once(tmp_path):
     client = opened(md("fedmd", **{"own_public-epochs": 3}), tmp_path)
     learned = []
     client.train_epochs = lambda *given, epochs: learned.append((number, epochs))
-    asked = Knowledge({"asked": np.arange(10, dtype=np.uint8)})
+    sampled = Knowledge({"asked": np.arange(10, dtype=np.uint8)})
     for number in (4, 5, 6):
-        fitted(client, number, asked)
+        fitted(client, number, sampled)
     assert learned == [(4, 3)]
 
 
@@ -342,12 +341,6 @@ def test_restored_ds_fl_server_continues_identically(tmp_path):
             each.select(number, [member.info for member in strategy.members.values()])
             each.aggregate(number, said[1:])
         assert same(other.state_dict(), strategy.state_dict())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_resumed_run_equals_uninterrupted_run(tmp_path, method):
-    config = md(method, rounds=3, fraction=0.67, models=["mlp", "cnn2"], own_sample=15, **KEEPING)
-    cut_and_resumed(config, tmp_path)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,19 +6,14 @@ import torch
 from federation import Server, small
 from rounds import (
     PLAIN,
-    SPACES,
     assert_only_rows_per_class,
-    clients,
     descend,
     fitted,
-    inside_of,
     instruction_of,
     learn,
-    moved_outputs,
     normal,
     of_classes,
     opened,
-    state_of,
 )
 from torch import nn
 
@@ -228,22 +223,7 @@ def test_round_is_evaluated_with_its_prototypes(tmp_path):
     assert server.strategy.eval_instruction(1, client) is server.strategy.instruct(2, client)
 
 
-def test_label_space_of_its_own(tmp_path):
-    server = Server(fedproto(models="mlp", **SPACES), tmp_path)
-    learn(server, 1)
-    before = {name: state_of(client.network) for name, client in clients(server).items()}
-    knowledge = instruction_of(server.ask(2)[0])
-    learn(server, 2)
-    for name, client in clients(server).items():
-        inside, moved = inside_of(client), moved_outputs(client, before[name])
-        assert ((moved > 0) == inside).all()
-        for model in client.eval_models(knowledge).values():
-            logits = model(client.x[:3]).detach().numpy()
-            assert np.isinf(logits[:, ~inside]).all()
-            assert np.isfinite(logits[:, inside]).all()
-
-
-# What travels and what stays
+# Sent and local tensors
 
 
 def test_only_prototypes_are_sent(tmp_path):

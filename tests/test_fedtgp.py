@@ -422,7 +422,7 @@ def test_nearest_trained_prototype_is_evaluated(tmp_path):
         assert guess == min(gaps, key=gaps.get)
 
 
-# What travels and what stays
+# Sent and local tensors
 
 
 def test_only_prototypes_are_sent(tmp_path):

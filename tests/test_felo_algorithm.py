@@ -86,19 +86,19 @@ def test_client_equals_algorithm_1(tmp_path, alpha, first, averaged):
     told = class_knowledge()
     start = weights(9) if averaged else own
     message = Knowledge({**told, **(grouped("weights", start) if averaged else {})})
-    answer = client.train(3, message)
+    reply = client.train(3, message)
     trained, means, counts = transcription(client, 3, start, None if first else told, alpha)
     for name, tensor in trained.items():
         ours = client.models["private"].state_dict()[name]
         np.testing.assert_allclose(ours, tensor, rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(answer.group("weights")[name], ours)
-    assert answer.tensors["classes"].tolist() == sorted(means)
-    for row, y in enumerate(answer.tensors["classes"].tolist()):
+        np.testing.assert_array_equal(reply.group("weights")[name], ours)
+    assert reply.tensors["classes"].tolist() == sorted(means)
+    for row, y in enumerate(reply.tensors["classes"].tolist()):
         np.testing.assert_allclose(
-            answer.tensors["features"][row], means[y][0], rtol=1e-3, atol=1e-4
+            reply.tensors["features"][row], means[y][0], rtol=1e-3, atol=1e-4
         )
-        np.testing.assert_allclose(answer.tensors["logits"][row], means[y][1], rtol=1e-3, atol=1e-4)
-        assert answer.tensors["counts"][row] == counts[y]
+        np.testing.assert_allclose(reply.tensors["logits"][row], means[y][1], rtol=1e-3, atol=1e-4)
+        assert reply.tensors["counts"][row] == counts[y]
 
 
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
@@ -155,7 +155,7 @@ def test_server_averages_each_clients_last_reply(tmp_path, weighting):
 
 def test_first_round_has_no_teacher(tmp_path):
     server = Server(small(), tmp_path / "run")
-    assert not any(instruction_of(asked).tensors for asked in server.ask(1))
+    assert not any(instruction_of(instructions).tensors for instructions in server.ask(1))
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,11 @@ def test_class_counts_are_limited_by_samples(counts, samples, expected):
 # --- the averaged weights as models ---------------------------------------------------------------
 
 
-def weight_of(answers, members, architecture):
+def weight_of(replies, members, architecture):
     """Line 5: return an architecture's mean weights by samples in float64, or None."""
     own = [
         (reply_of(result).group("weights"), info.samples)
-        for proxy, result in answers
+        for proxy, result in replies
         if (info := members[proxy.name].info).model == architecture
     ]
     total = sum(samples for _, samples in own)
@@ -210,10 +210,10 @@ def test_averages_are_evaluated_in_each_round(tmp_path, method):
     server = Server(small(method, rounds=3, models=["mlp", "cnn2"]), tmp_path / "run")
     members, averaged = server.strategy.members, {}
     for number in (1, 2, 3):
-        _, answers = server.play(number)
-        averaged[number] = {a: weight_of(answers, members, a) for a in ("mlp", "cnn2")}
+        _, replies = server.play(number)
+        averaged[number] = {a: weight_of(replies, members, a) for a in ("mlp", "cnn2")}
         server.close(number)
-    clients = {proxy.name: client_of(proxy) for proxy, _ in answers}
+    clients = {proxy.name: client_of(proxy) for proxy, _ in replies}
     found = [record["accuracy"] for record in records(tmp_path / "run")]
     for number in averaged:
         for protocol in ("personal", "common"):
@@ -234,15 +234,15 @@ def test_averages_are_evaluated_in_each_round(tmp_path, method):
 
 def test_unsampled_clients_evaluate_averages_in_the_last_round(tmp_path):
     server = Server(small(rounds=1, fraction=0.25, models=["mlp", "cnn2"]), tmp_path / "run")
-    asked = server.ask(1)
-    (sampled,) = (proxy.name for proxy, _ in asked)
-    answers = server.answers(asked)
-    server.flower.aggregate_fit(1, answers, [])
+    instructions = server.ask(1)
+    (sampled,) = (proxy.name for proxy, _ in instructions)
+    replies = server.answers(instructions)
+    server.flower.aggregate_fit(1, replies, [])
     told = server.flower.configure_evaluate(1, None, server.manager)
     of = {name: member.info.model for name, member in server.strategy.members.items()}
     alike = {name for name in of if of[name] == of[sampled]}
     assert len(alike) == 2
-    expected = weight_of(answers, server.strategy.members, of[sampled])
+    expected = weight_of(replies, server.strategy.members, of[sampled])
     for proxy, ins in told:
         received = instruction_of((proxy, ins)).group("weights")
         assert set(received) == (set(expected) if proxy.name in alike else set())

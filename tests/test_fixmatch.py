@@ -211,11 +211,11 @@ def test_hidden_labels_are_used_only_for_metrics(tmp_path):
     found, errors = [], []
     for shift in (0, 1):
         server = Server(semi("local", semi_threshold=0.0), tmp_path / str(shift))
-        asked = server.ask(1)
-        clients = [client_of(proxy) for proxy, _ in asked]
+        instructions = server.ask(1)
+        clients = [client_of(proxy) for proxy, _ in instructions]
         for client in clients:
             client.unlabeled.y.copy_((client.unlabeled.y + shift) % 10)
-        server.answers(asked)
+        server.answers(instructions)
         found.append([{k: v.clone() for k, v in c.network.state_dict().items()} for c in clients])
         errors.append([client.metrics["pseudo_error"] for client in clients])
         for client in clients:  # clients stay open in this process
@@ -242,11 +242,11 @@ def test_pseudo_labels_stay_in_the_label_space(tmp_path):
     changes = {"partition": "superclasses", "samples-per-class": 20, "models": "mlp", **spaces}
     config = semi("fedavg", semi_threshold=0.0, **changes)
     server = Server(config, tmp_path / "run")
-    asked = server.ask(1)
-    for proxy, _ in asked:
+    instructions = server.ask(1)
+    for proxy, _ in instructions:
         client = client_of(proxy)
         before = client.build_model().state_dict()["classifier.weight"]
-        proxy.fit(asked[0][1], None, 1)
+        proxy.fit(instructions[0][1], None, 1)
         moved = (client.network.state_dict()["classifier.weight"] - before).abs().sum(1) > 0
         assert moved.nonzero().flatten().tolist() == client.space.tolist()
 

@@ -94,9 +94,9 @@ def test_fedhet_error_is_logged_without_traceback(clients_of):
 def test_simulated_client_uses_the_number_of_partitions(tmp_path):
     node = {"partition-id": 2, "num-partitions": 3, "state-dir": str(tmp_path)}
     settings = {**to_flower(small().flat()), "clients": 0}
-    asked = GetPropertiesIns({})
+    instructions = GetPropertiesIns({})
     client = client_fn(SimpleNamespace(node_config=node, run_config=settings))
-    assert client.get_properties(asked).properties["name"] == "client-2"
+    assert client.get_properties(instructions).properties["name"] == "client-2"
     settings["clients"] = 2  # it is not one of two
     with pytest.raises(SettingsError, match="partition-id"):
         client_fn(SimpleNamespace(node_config=node, run_config=settings))

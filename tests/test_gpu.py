@@ -239,8 +239,8 @@ def same_states(one, other):
 def test_waiting_client_uses_no_gpu_memory(tmp_path, gpu):
     server = Server(on_gpu("felo", keep_optimizer=True, clients=2), tmp_path)
     for number in (1, 2):
-        asked, _ = server.play(number)
-        for proxy, _ in asked:
+        instructions, _ = server.play(number)
+        for proxy, _ in instructions:
             state = client_of(proxy).state
             assert not any(tensor.is_cuda for tensor in state.held_tensors())
             assert client_of(proxy).samples.own.x.is_cuda
@@ -319,7 +319,7 @@ def test_gpu_fraction_is_chosen_if_unset(gib, share):
             assert with_gpu_share(chosen, data) == chosen
 
 
-# What a machine without one says.
+# Messages on a machine without a GPU
 
 DRIVERS = {
     "Found no NVIDIA driver on your system. Please check that you have one": (

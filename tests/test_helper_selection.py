@@ -91,8 +91,8 @@ def test_lists_equal_the_algorithms(seed, clients, size, replace, every, levels)
             replace_helper(k, lists, held, server, corr, replace, drawn)
             ours[k] = replaced(ours[k], [helper(k, j) for j in drawn], k, replace)
             if t % every == 0:
-                asked = {h.number: h.version for h in refreshable(ours[k], k, replace)}
-                newer = {j: helper(k, j) for j in asked if server[j] != asked[j]}
+                sampled = {h.number: h.version for h in refreshable(ours[k], k, replace)}
+                newer = {j: helper(k, j) for j in sampled if server[j] != sampled[j]}
                 assert sorted(update_helper(k, lists, held, server, corr, replace)) == sorted(
                     (j, server[j]) for j in newer
                 )

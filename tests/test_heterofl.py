@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
-from interruption import cut_and_resumed
+from federation import Server, client_of, run, small
 from rounds import PLAIN, SPACES, altered, instruction_of, reply_of, same
 from torch import nn
 from torch.nn import functional as F
@@ -166,20 +165,22 @@ def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weightin
     config = federation(clients=4, **settings)
     server = Server(config, tmp_path)
     before = {name: value.copy() for name, value in server.strategy.weights.items()}
-    asked = server.ask(1)
-    units = [instruction_of(each).tensors["weights/classifier.weight"].shape[1] for each in asked]
+    instructions = server.ask(1)
+    units = [
+        instruction_of(each).tensors["weights/classifier.weight"].shape[1] for each in instructions
+    ]
     assert units == [128, 64, 32, 128]
-    for each in asked:
+    for each in instructions:
         for name, value in instruction_of(each).group("weights").items():
             assert np.array_equal(value, before[name][tuple(slice(0, n) for n in value.shape)])
-    answers, models = server.answers(asked), []
-    for proxy, result in answers:
+    replies, models = server.answers(instructions), []
+    for proxy, result in replies:
         labels = reply_of(result).tensors["labels"]
         client = client_of(proxy)
         assert labels.tolist() == sorted({*client.y.tolist()})
         count = client.info.samples if weighting == "samples" else 1
         models.append(SubModel(reply_of(result).group("weights"), count, labels))
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, replies, [])
     wanted = slowly(before, models)
     for name, value in server.strategy.weights.items():
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7)
@@ -188,12 +189,12 @@ def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weightin
 def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
     """Level b divides features by 1/2: gradient descent on full batches in float64."""
     server = Server(federation(alpha=0.2, **PLAIN), tmp_path)
-    asked = server.ask(1)
-    start = instruction_of(asked[1]).group("weights")
+    instructions = server.ask(1)
+    start = instruction_of(instructions[1]).group("weights")
     names = [f"{layer}.{kind}" for layer in ("extractor.1", "classifier")
              for kind in ("weight", "bias")]  # fmt: skip
     w = [torch.tensor(start[name]).double().requires_grad_() for name in names]
-    client = client_of(asked[1][0])
+    client = client_of(instructions[1][0])
     x, y = client.x.double().flatten(1), client.y
     absent = [k for k in range(10) if k not in y.tolist()]
     assert absent
@@ -204,7 +205,7 @@ def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
         ], 1)  # fmt: skip
         gradients = torch.autograd.grad(F.cross_entropy(logits, y), w)
         w = [(v - 0.1 * g).detach().requires_grad_() for v, g in zip(w, gradients, strict=True)]
-    reply = reply_of(server.answers(asked)[1][1]).group("weights")
+    reply = reply_of(server.answers(instructions)[1][1]).group("weights")
     for name, value in zip(names, w, strict=True):
         np.testing.assert_allclose(reply[name], value.detach(), rtol=1e-4, atol=1e-6)
     assert np.array_equal(reply["classifier.weight"][absent], start["classifier.weight"][absent])
@@ -212,13 +213,13 @@ def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
 
 def test_batch_norm_statistics_are_never_sent(tmp_path):
     server = Server(federation(models="cnn2", clients=2), tmp_path)
-    asked = server.ask(1)
-    answers = server.answers(asked)
-    for each, (_, result) in zip(asked, answers, strict=True):
+    instructions = server.ask(1)
+    replies = server.answers(instructions)
+    for each, (_, result) in zip(instructions, replies, strict=True):
         for knowledge in (instruction_of(each), reply_of(result)):
             assert not [name for name in knowledge.tensors if "running" in name or "num_" in name]
             assert len(knowledge.group("weights")) == 10
-    (proxy, instruction), *_ = asked
+    (proxy, instruction), *_ = instructions
     client = client_of(proxy)
     judged = client.eval_models(instruction_of((proxy, instruction)))
     for model in judged.values():
@@ -231,16 +232,16 @@ def test_batch_norm_statistics_are_never_sent(tmp_path):
 
 def test_replies_of_another_width_are_dropped(tmp_path):
     server = Server(federation(clients=4), tmp_path)
-    answers = server.answers(server.ask(1))
+    results = server.answers(server.ask(1))
     changes = [
         lambda found: None,
-        lambda found: found.update(reply_of(answers[0][1]).tensors),
+        lambda found: found.update(reply_of(results[0][1]).tensors),
         lambda found: found.pop("labels"),
         lambda found: found.update(labels=found["labels"][:0]),
     ]
     replies = [
         (proxy, altered(result, change))
-        for (proxy, result), change in zip(answers, changes, strict=True)
+        for (proxy, result), change in zip(results, changes, strict=True)
     ]
     server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
@@ -268,18 +269,18 @@ def test_client_with_another_architecture_is_not_sampled(tmp_path):
 def test_label_space_of_its_own(tmp_path, mask):
     changes = {"max-samples": 0, "heterofl.masked": mask}
     server = Server(federation(**changes, **SPACES), tmp_path)
-    asked = server.ask(1)
-    for each, (proxy, result) in zip(asked, server.answers(asked), strict=True):
+    instructions = server.ask(1)
+    for each, (proxy, result) in zip(instructions, server.answers(instructions), strict=True):
         client, name = client_of(proxy), "weights/classifier.weight"
         moved = np.abs(reply_of(result).tensors[name] - instruction_of(each).tensors[name]).sum(1)
         assert (moved > 0).nonzero()[0].tolist() == client.space.tolist()
         assert ("labels" in reply_of(result).tensors) == mask
 
 
-def test_resumed_run_equals_uninterrupted_run(tmp_path):
+def test_run_learns(tmp_path):
     chosen = {"rounds": 4, "clients": 3, "fraction": 0.67, "alpha": 1.0, "local_epochs": 3}
     config = federation(**chosen, **{"heterofl.levels": ["a", "b"], "max-samples": 400})
-    summary = cut_and_resumed(config, tmp_path)
+    summary = run(config, tmp_path / "run")
     common = summary["accuracy"]["common"]
     assert common["global"]["mean"] > 0.5
     assert common["server"]["per_client"] == {

@@ -62,7 +62,7 @@ def by_hand(weights, x, space):
     return odds / odds.sum(1, keepdims=True)
 
 
-def test_predictions_are_those_of_the_state_by_hand_within_the_label_space(trained):
+def test_predictions_equal_the_state_within_the_label_space(trained):
     directory, _ = trained
     client = open_client(directory, MLP)
     weights = load_file(newest_state(directory, MLP))
@@ -95,12 +95,12 @@ def test_kinds_besides_the_private_model(tmp_path):
     assert client.accuracy("proxy")["common"] == scores["client-1"]
     with pytest.raises(
         StateError,
-        match="must be one of private, proxy, ensemble, global, got 'proxi'; did you",
+        match=r"private, proxy, ensemble, global.*'proxi'",
     ):
         client.model("proxi")
 
 
-def test_a_network_takes_neither_the_data_nor_the_run(trained, tmp_path, monkeypatch):
+def test_network_predicts_without_data_and_run(trained, tmp_path, monkeypatch):
     """A site has only its own state directory."""
     directory, _ = trained
     before = open_client(directory, CNN).predict(torch.from_numpy(SCALED)).probabilities
@@ -134,7 +134,7 @@ def test_without_the_data_a_tree_cannot_be_fitted_again_and_no_accuracy_measured
     assert "unavailable" in card["accuracy_unknown"]
 
 
-def test_a_state_of_before_there_were_records(trained, tmp_path):
+def test_state_without_a_record_loads(trained, tmp_path):
     directory, summary = trained
     copy = tmp_path / "run"
     shutil.copytree(directory, copy)
@@ -142,7 +142,7 @@ def test_a_state_of_before_there_were_records(trained, tmp_path):
         path.unlink()
     scores = summary["accuracy"]["common"]["private"]["per_client"]
     assert open_client(copy, CNN).accuracy()["common"] == scores[CNN]
-    with pytest.raises(StateError, match="Pass the directory of the run"):
+    with pytest.raises(StateError, match="directory of the run"):
         open_client(copy / "state", CNN)
 
 
@@ -151,7 +151,7 @@ def with_storage(record, stored):
     return record.model_copy(update={"format": replace(record.format, stored=stored)})
 
 
-def test_a_record_says_what_is_needed_and_is_private(trained):
+def test_record_contains_only_needed_values_and_is_private(trained):
     directory, _ = trained
     path = newest_state(directory, MLP).parent / "client.json"
     record = json.loads(path.read_text())
@@ -170,7 +170,7 @@ def test_a_record_says_what_is_needed_and_is_private(trained):
         ('{"model": "\\ud800"}', "surrogates not allowed"),
     ],
 )
-def test_a_damaged_record_is_one_line(trained, tmp_path, content, says):
+def test_damaged_record_raises(trained, tmp_path, content, says):
     directory, _ = trained
     shutil.copytree(directory, tmp_path / "run")
     path = newest_state(tmp_path / "run", MLP).parent / "client.json"
@@ -195,17 +195,17 @@ def test_the_places_of_states(trained, tmp_path):
     assert clients_in(directory) == clients_in(directory / "state") == [MLP, CNN, TREE]
     with pytest.raises(
         StateError,
-        match="client 'client-9' not found, expected one of client-0, client-1, client-2",
+        match=r"'client-9'.*client-0, client-1, client-2",
     ):
         open_client(directory, "client-9")
-    with pytest.raises(StateError, match=r"directory .* not found"):
+    with pytest.raises(StateError):
         open_client(tmp_path / "nowhere", MLP)
-    with pytest.raises(StateError, match=f"contains runs. Select a run, as in {directory}"):
+    with pytest.raises(StateError, match=str(directory)):
         open_client(directory.parent, MLP)
-    with pytest.raises(StateError, match="expected a run directory or the state directory"):
+    with pytest.raises(StateError, match="directory"):
         open_client(tmp_path, MLP)
     (tmp_path / "run.json").write_text(json.dumps({"run": "felo-1"}))
-    with pytest.raises(StateError, match="at its sites"):
+    with pytest.raises(StateError, match="sites"):
         open_client(tmp_path, MLP)
 
 
@@ -214,10 +214,10 @@ def test_several_runs_in_one_state_folder(trained, tmp_path):
     (one,) = (directory / "state").iterdir()
     for name in (one.name, "local-other"):
         shutil.copytree(one, tmp_path / name)
-    with pytest.raises(StateError, match=r"expected one run of client-0, got .*local-other"):
+    with pytest.raises(StateError, match=r"client-0.*local-other"):
         open_client(tmp_path, MLP)
     assert open_client(tmp_path / one.name, MLP).record.run == one.name
-    with pytest.raises(StateError, match="got 'client-0' of"):
+    with pytest.raises(StateError, match="'client-0'"):
         open_client(tmp_path / "local-other", MLP)
 
 
@@ -245,9 +245,7 @@ def test_other_sizes_are_refused_or_resized_and_colors_become_gray(trained, tmp_
     record = open_client(trained[0], MLP).record
     path = tmp_path / "red.png"
     PIL.Image.new("RGB", (20, 10), (255, 0, 0)).save(path)
-    with pytest.raises(
-        DataError, match=r"red.png: expected 8 x 8 pixels, .* got 20 x 10. Use --resize"
-    ):
+    with pytest.raises(DataError, match=r"red\.png: .*8 x 8.*20 x 10.*--resize"):
         read_inputs([path], record)
     _, x = read_inputs([path], record, resize=True)
     assert x.shape == (1, 1, 8, 8)
@@ -267,11 +265,11 @@ def test_other_sizes_are_refused_or_resized_and_colors_become_gray(trained, tmp_
         (Path("new.csv"), "got object. Use `fedhet predict` to predict files"),
     ],
 )
-def test_arrays_that_cannot_be_meant_are_refused(trained, x, says):
+def test_ambiguous_arrays_raise(trained, x, says):
     record = open_client(trained[0], MLP).record
     with pytest.raises(DataError, match=says):
         samples_for(record, x)
-    with pytest.raises(DataError, match="expected unscaled float32 in the range"):
+    with pytest.raises(DataError, match="float32"):
         samples_for(with_storage(record, "given"), np.zeros((1, 8, 8), np.uint8))
 
 
@@ -291,12 +289,12 @@ def test_npz_files(trained, tmp_path):
     ):
         with pytest.raises(DataError, match=f"{name}.npz: {fault}"):
             read_inputs([tmp_path / f"{name}.npz"], record)
-    with pytest.raises(DataError, match="file not found"):
+    with pytest.raises(DataError):
         read_inputs([tmp_path / "none.npz"], record)
-    with pytest.raises(DataError, match="cannot be combined with other files"):
+    with pytest.raises(DataError, match="other files"):
         read_inputs([tmp_path / "x.npz", tmp_path / "x.npz"], record)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no images found"):
+    with pytest.raises(DataError):
         read_inputs([tmp_path / "empty"], record)
 
 
@@ -329,56 +327,54 @@ def with_member(path, header, content=b"", size=None):
         ("[" * 100, "not a readable"),
     ],
 )
-def test_a_header_that_lies_is_one_line(trained, tmp_path, header, says):
+def test_false_header_raises(trained, tmp_path, header, says):
     record = open_client(trained[0], MLP).record
     with pytest.raises(DataError, match=says) as fault:
         read_inputs([with_member(tmp_path / "x.npz", header, b"\0" * 64)], record)
     assert "\n" not in str(fault.value)
 
 
-def test_an_index_that_agrees_with_a_huge_header_is_refused_before_it_is_unpacked(
-    trained, tmp_path
-):
+def test_huge_header_raises_before_unpacking(trained, tmp_path):
     record = open_client(trained[0], MLP).record
     header = "{'descr': '|u1', 'fortran_order': False, 'shape': (60000000, 1, 8, 8)}"
     path = with_member(tmp_path / "x.npz", header, size=129 + 60_000_000 * 64)
-    with pytest.raises(DataError, match="bytes in memory, got 15360000000"):
+    with pytest.raises(DataError, match="15360000000"):
         read_inputs([path], record)
 
 
-def test_what_is_read_is_bounded_whatever_the_run_says(trained, tmp_path):
+def test_input_size_is_limited_for_every_run(trained, tmp_path):
     record = open_client(trained[0], MLP).record
     record.settings["data.max-bytes"] = 10**15
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.zeros((100_000, 8, 8), np.uint8))
-    with pytest.raises(DataError, match=r"x.npz: .* = 25599999 bytes in memory, got 25600000"):
+    with pytest.raises(DataError, match=r"x\.npz: .*25599999.*25600000"):
         read_inputs([path], record, max_bytes=4 * 100_000 * 64 - 1)
     assert len(read_inputs([path], record, max_bytes=4 * 100_000 * 64)[1]) == 100_000
     images = tmp_path / "images"
     images.mkdir()
     for k in range(3):
         PIL.Image.new("L", (8, 8)).save(images / f"{k}.png")
-    with pytest.raises(DataError, match="bytes in memory, got 768"):
+    with pytest.raises(DataError, match="768"):
         read_inputs([images], record, max_bytes=767)
     assert len(read_inputs([images], record, max_bytes=768)[1]) == 3
 
 
-def test_damaged_contents_pipes_and_deep_folders_are_one_line(trained, tmp_path):
+def test_damaged_files_pipes_and_deep_directories_raise(trained, tmp_path):
     record = open_client(trained[0], MLP).record
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.random.default_rng(0).random((50, 8, 8)))
     packed = bytearray(path.read_bytes())
     packed[400:420] = b"\xff" * 20
     path.write_bytes(packed)
-    with pytest.raises(DataError, match=r"not a readable \.npz file"):
+    with pytest.raises(DataError, match=r"\.npz"):
         read_inputs([path], record)
     for name in ("x.png", "pipe.npz"):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(DataError, match=f"{name}: expected a regular file"):
+        with pytest.raises(DataError, match=f"{name}: "):
             read_inputs([tmp_path / name], record)
     deep = tmp_path / "deep"
     (deep / Path(*["a"] * 65)).mkdir(parents=True)
-    with pytest.raises(DataError, match="deep: no images found"):
+    with pytest.raises(DataError, match="deep: "):
         read_inputs([deep], record)
 
 
@@ -526,7 +522,7 @@ def test_the_card_of_a_text_model_says_how_tokens_are_made(tmp_path):
     assert np.allclose(probabilities_of("pt2", tmp_path / "m.pt2", x), wanted, atol=1e-6)
 
 
-def test_weights_are_those_of_the_state_and_the_card_says_how_good_they_are(trained, tmp_path):
+def test_exported_weights_equal_the_state_and_the_card_has_scores(trained, tmp_path):
     directory, summary = trained
     path = tmp_path / "m.safetensors"
     card = json.loads(export(open_client(directory, MLP), "safetensors", path).read_text())
@@ -541,39 +537,39 @@ def test_weights_are_those_of_the_state_and_the_card_says_how_good_they_are(trai
     assert str(directory) not in json.dumps(card)
 
 
-def test_what_has_no_weights_says_what_is_possible(trained, tmp_path):
+def test_model_without_weights_raises(trained, tmp_path):
     client = open_client(trained[0], TREE)
     found = client.predict(samples_for(client.record, SCALED))
     assert np.allclose(found.probabilities.sum(1), 1)
     assert set(found.labels) <= set(client.record.space)
     for form in FORMATS:
-        with pytest.raises(ModelError, match=r"cannot export model.*`fedhet predict`") as fault:
+        with pytest.raises(ModelError, match=r"fedhet predict") as fault:
             export(client, form, tmp_path / "m")
         assert "\n" not in str(fault.value)
     assert not (tmp_path / "m").exists()
 
 
-def test_without_onnx_the_error_says_how_to_install_it(trained, tmp_path, monkeypatch):
+def test_missing_onnx_raises(trained, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     client = open_client(trained[0], MLP)
-    with pytest.raises(ModelError, match=r"pip install 'fedhet\[onnx\]'"):
+    with pytest.raises(ModelError, match=r"fedhet\[onnx\]"):
         export(client, "onnx", tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_cannot_be_traced_is_one_line(trained, tmp_path):
+def test_untraceable_model_raises(trained, tmp_path):
     class Odd(nn.Module):
         def forward(self, x):
             return x.flatten(1)[:, :4] * float(x.sum() > 0)
 
     client = open_client(trained[0], MLP)
     client._client.models["private"] = Odd()
-    with pytest.raises(FedhetError, match="cannot export model 'mlp' as pt2") as fault:
+    with pytest.raises(FedhetError, match=r"'mlp'.*pt2") as fault:
         export(client, "pt2", tmp_path / "m.pt2")
     assert "\n" not in str(fault.value)
 
 
-def test_no_name_in_a_csv_file_is_a_formula():
+def test_csv_names_are_not_formulas():
     names = ["=HYPERLINK(1)", "@SUM(1)", "+cmd", "-x", "-1", "+2.5e3", "cat", "a=b"]
     expected = ["'=HYPERLINK(1)", "'@SUM(1)", "'+cmd", "'-x", "-1", "+2.5e3", "cat", "a=b"]
     assert [csv_text(name) for name in names] == expected
@@ -669,7 +665,7 @@ def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
         placed = resolve({**config.flat(), "out": str(tmp_path / "deployed")})
         submit(placed, deployment.connection, lambda line: None)
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
-    with pytest.raises(StateError, match="at its sites"):
+    with pytest.raises(StateError, match="sites"):
         open_client(tmp_path / "deployed", "client-0")
     for k in range(2):
         name = f"client-{k}"
@@ -679,7 +675,7 @@ def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "signal"])
-def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path, monkeypatch):
+def test_predictions_of_texts_and_signals_equal_the_evaluation(kind, tmp_path, monkeypatch):
     """Predict the common test set from its files: sentences, and arrays."""
     folder, directory = tmp_path / "data", tmp_path / "run"
     write_example(kind, folder)
@@ -708,8 +704,8 @@ def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path, mon
         assert torch.equal(read, samples_for(found.record, x[:3]))
         monkeypatch.chdir(tmp_path)
         assert torch.equal(read_inputs([Path("0.txt")], found.record)[1], read[:1])
-        with pytest.raises(DataError, match=r"test\.csv: expected a file with one text"):
+        with pytest.raises(DataError, match=r"test\.csv: "):
             read_inputs([folder / "test.csv"], found.record)
         size = sum((tmp_path / f"{n}.txt").stat().st_size for n in range(3))
-        with pytest.raises(DataError, match="bytes in memory"):
+        with pytest.raises(DataError, match="memory"):
             read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record, max_bytes=size - 1)

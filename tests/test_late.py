@@ -65,16 +65,16 @@ def by_hand(config, directory, enough, *, asynchronous):
         takes[name] = work * float(ms) / 1000 + (up + down) * 8 / (float(mbit) * 1e6)
     now, at_work = 0.0, {}
     for number in range(1, config.run.rounds + 1):
-        asked = sorted(samples.keys() - at_work.keys())
-        at_work |= {name: (number, now + takes[name]) for name in asked}
-        counted = at_work if asynchronous or not asked else asked
+        sampled = sorted(samples.keys() - at_work.keys())
+        at_work |= {name: (number, now + takes[name]) for name in sampled}
+        counted = at_work if asynchronous or not sampled else sampled
         dues = sorted(at_work[name][1] for name in counted)
-        now = dues[min(enough if asked else 1, len(dues)) - 1]
+        now = dues[min(enough if sampled else 1, len(dues)) - 1]
         there = sorted(name for name, (_, due) in at_work.items() if due <= now)
         ages = {name: number - at_work[name][0] for name in there if at_work[name][0] < number}
         for name in there:
             del at_work[name]
-        yield asked, there, ages, sorted(at_work), now
+        yield sampled, there, ages, sorted(at_work), now
 
 
 @pytest.mark.parametrize(("mode", "enough"), [("synchronous", 3), ("asynchronous", 2)])
@@ -89,10 +89,10 @@ def test_rounds_close_like_an_event_simulation(tmp_path, devices, mode, enough):
     )
     summary = run(config, tmp_path / "run")
     expected = by_hand(config, tmp_path / "run", enough, asynchronous=mode == "asynchronous")
-    for found, (asked, there, ages, late, now) in zip(
+    for found, (sampled, there, ages, late, now) in zip(
         records(tmp_path / "run"), expected, strict=True
     ):
-        assert found["asked"] == asked
+        assert found["asked"] == sampled
         assert sorted(found["answered"]) == there
         assert found.get("ages", {}) == ages
         assert found.get("late", []) == late
@@ -153,8 +153,8 @@ def test_late_reply_of_a_synchronous_method_is_dropped(tmp_path, devices):
     found = records(tmp_path / "run")
     assert not any(each["failed"] for each in found)
     assert not any("ages" in each for each in found)
-    asked = [each["round"] for each in found if "client-3" in each["asked"]]
-    assert 1 < len(asked) < 4  # when it was no longer at work
+    instructions = [each["round"] for each in found if "client-3" in each["asked"]]
+    assert 1 < len(instructions) < 4  # when it was no longer at work
     assert all("client-3" not in each["answered"] for each in found)
 
 
@@ -191,10 +191,10 @@ def test_late_change_is_added_to_current_weights_with_less_weight(tmp_path, devi
     checked = 0
     for number in range(1, 6):
         before = {k: v.copy() for k, v in strategy.averaged["weights"].items()}
-        asked = server.ask(number)
-        for proxy, _ in asked:
+        instructions = server.ask(number)
+        for proxy, _ in instructions:
             sent[proxy.name] = number, before
-        found = server.flower.collector.fit(number, asked, server.flower.state.needed, None)
+        found = server.flower.collector.fit(number, instructions, server.flower.state.needed, None)
         server.flower.close_round(found)
         models = {}
         original = strategy.aggregate
@@ -234,9 +234,9 @@ def test_late_reply_counts_with_the_bytes_that_were_sent(tmp_path, devices, enco
     """All clients send one model, so sizes differ only by the length of numbers in the header."""
     config = late_run("fedavg", devices, models=["mlp"], **{"wire.encoding": encoding})
     run(config, tmp_path / "run")
-    answered = [each for each in records(tmp_path / "run") if each["answered"]]
-    assert any(each.get("ages") for each in answered)
-    sizes = [each["bytes_up"] / len(each["answered"]) for each in answered]
+    replied = [each for each in records(tmp_path / "run") if each["answered"]]
+    assert any(each.get("ages") for each in replied)
+    sizes = [each["bytes_up"] / len(each["answered"]) for each in replied]
     assert max(sizes) - min(sizes) < 20, sizes
 
 
@@ -369,10 +369,10 @@ def test_hanging_client_replies_late_and_is_used(tmp_path, held, monkeypatch):
     server = Server(config, tmp_path / "run")
     server.flower.collector.open(3)
     for number in (1, 2, 3, 4):
-        asked = server.ask(number)
-        names = [proxy.name for proxy, _ in asked]
+        instructions = server.ask(number)
+        names = [proxy.name for proxy, _ in instructions]
         assert ("client-2" in names) == (number in (1, 4)), number
-        found = server.flower.collector.fit(number, asked, server.flower.state.needed, None)
+        found = server.flower.collector.fit(number, instructions, server.flower.state.needed, None)
         server.flower.close_round(found)
         server.flower.aggregate_fit(number, found.results, found.failures)
         assert not server.flower.state.record.failed
@@ -457,9 +457,9 @@ def test_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path, d
         run(config, tmp_path / "run", [CutOff(3, "after")])
     assert [path.stem for path in (tmp_path / "run" / "late").iterdir()] == ["client-3"]
     run_name = load_run(tmp_path / "run").origin.run
-    asked = [each["round"] for each in records(tmp_path / "run") if "client-3" in each["asked"]]
+    sampled = [each["round"] for each in records(tmp_path / "run") if "client-3" in each["asked"]]
 
-    def restored(directory, run_name, number=asked[-1]):
+    def restored(directory, run_name, number=sampled[-1]):
         calls = OpenCalls(directory, run_name)
         calls.load_dict({"client-3": [number, 0.0, 1.0]}, is_simulated=True)
         return calls.at_work
@@ -468,7 +468,7 @@ def test_late_reply_survives_on_disk_and_one_of_another_run_does_not(tmp_path, d
         shutil.copytree(tmp_path / "run" / "late", tmp_path / folder / "late")
     assert restored(tmp_path / "run", run_name) == {"client-3"}
     assert restored(tmp_path / "other", "felo-other") == set()
-    assert restored(tmp_path / "earlier", run_name, asked[-1] - 1) == set()
+    assert restored(tmp_path / "earlier", run_name, sampled[-1] - 1) == set()
     assert not [*(tmp_path / "other" / "late").iterdir(), *(tmp_path / "earlier/late").iterdir()]
     (tmp_path / "run" / "late" / "client-3.safetensors").write_bytes(b"damaged")
     assert restored(tmp_path / "run", run_name) == set()

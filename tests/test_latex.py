@@ -62,7 +62,7 @@ def error_of(differences: np.ndarray) -> tuple[float, float]:
     return np.sqrt(parts.sum()), degrees
 
 
-def test_the_best_is_bold_the_second_underlined_and_clear_ones_have_a_dagger(runs: Path) -> None:
+def test_marks_of_best_second_and_clear_values(runs: Path) -> None:
     values = by_hand(runs)
     order = sorted(values, key=lambda method: -np.mean(values[method]))
     rows = {row["run"].split()[0]: row["common private"] for row in
@@ -89,7 +89,7 @@ def test_a_caption_explains_the_marks_the_seeds_and_the_unit(runs: Path) -> None
     assert comparison_latex(compare([runs])).count(r"\begin{table}") == 2
 
 
-def test_where_lower_is_better_the_lowest_is_bold() -> None:
+def test_lowest_is_bold_if_lower_is_better() -> None:
     column = [Cell("2", 2.0), Cell("1", 1.0), Cell("–"), Cell("3", 3.0), Cell("1", 1.0)]
     names = [Cell(text) for text in "abcde"]
     rows = parsed(tabular(Cells({"n": names, "loss": column}), {"loss": -1}))
@@ -99,7 +99,7 @@ def test_where_lower_is_better_the_lowest_is_bold() -> None:
     assert [row["loss"] for row in rows] == ["2", "1", "--", "3", "1"]
 
 
-def test_no_number_or_equal_ones_are_no_contest() -> None:
+def test_missing_or_equal_values_are_not_marked() -> None:
     for cells in (
         [Cell("x"), Cell("y")],
         [Cell("1", 1.0), Cell("1", 1.0)],
@@ -109,7 +109,7 @@ def test_no_number_or_equal_ones_are_no_contest() -> None:
         assert [row["s"] for row in rows] == [cell.text for cell in cells]
 
 
-def test_a_table_has_the_columns_for_which_a_paper_has_room(tmp_path: Path) -> None:
+def test_table_columns_fit_a_paper(tmp_path: Path) -> None:
     for method in ("felo", "local"):
         kinds, both = ("private", "local", "global"), ("common", "personal")
         make(tmp_path / method, method=method, kinds=kinds, protocols=both)
@@ -124,14 +124,14 @@ def test_a_table_has_the_columns_for_which_a_paper_has_room(tmp_path: Path) -> N
     assert list(parsed(comparison_latex(compare([tmp_path])))[0])[:2] == ["run", "dataset"]
 
 
-def test_what_latex_reads_as_something_else_is_escaped() -> None:
+def test_special_characters_are_escaped() -> None:
     assert "a_b & 5% of $x #1 {y} ~ ^ \\".translate(SPECIAL) == (
         r"a\_b \& 5\% of \$x \#1 \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}"
     )
     assert "0.1 ± 0.2 †".translate(SPECIAL) == r"0.1 $\pm$ 0.2 $^\dagger$"
 
 
-def test_the_command_writes_them_and_tests_the_differences(runs: Path, tmp_path: Path) -> None:
+def test_command_writes_tables_and_tests_differences(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["compare", str(runs), "--out", str(out), "--latex", "--csv", "--test", "t"]
     result = CliRunner().invoke(app, words)
@@ -159,7 +159,7 @@ def test_the_command_writes_them_and_tests_the_differences(runs: Path, tmp_path:
         assert (row["protocol"], row["kind"], row["metric"]) == ("common", "private", "accuracy")
 
 
-def test_without_them_nothing_more_is_written(runs: Path, tmp_path: Path) -> None:
+def test_no_other_file_is_written_without_the_option(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["compare", str(runs), "--out", str(out)])
     assert result.exit_code == 0, result.output

@@ -326,7 +326,7 @@ def test_running_statistics_are_updated_once_per_call():
     assert proxy.raw.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-# What travels
+# Sent fields
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -61,7 +61,7 @@ def test_a_sites_warning_is_one_line_with_its_traceback(monkeypatch):
     assert "ValueError: two\nlines" in entry["message"]
 
 
-def test_a_level_leaves_out_what_is_below(monkeypatch):
+def test_level_hides_lower_levels(monkeypatch):
     monkeypatch.setenv("FEDHET_LOG_LEVEL", "warning")
     out = io.StringIO()
     units.console_for(out).print("round 1")
@@ -71,12 +71,12 @@ def test_a_level_leaves_out_what_is_below(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["FEDHET_LOG", "FEDHET_LOG_LEVEL"])
-def test_another_value_is_refused_with_what_is_allowed(monkeypatch, variable):
+def test_invalid_level_or_format_raises(monkeypatch, variable):
     monkeypatch.setenv(variable, "xml")
     with pytest.raises(SettingsError, match=variable):
         units.configure_logs()
 
 
-def test_a_line_that_only_looks_like_json_is_shown_as_it_is():
+def test_line_that_looks_like_json_is_unchanged():
     for line in ('{"time": ', '{"time": 1}', '{"time": "x", "message": ["a"]'):
         assert units.message_of(line) == line

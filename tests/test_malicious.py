@@ -99,10 +99,10 @@ class Liar(InlineProxy):
     claims: dict = {}
 
     def get_properties(self, ins, timeout, group_id):
-        answer = super().get_properties(ins, timeout, group_id)
+        reply = super().get_properties(ins, timeout, group_id)
         if self.cid == UNSAFE:
-            answer.properties.update(self.claims)
-        return answer
+            reply.properties.update(self.claims)
+        return reply
 
 
 class OddModel(Liar):
@@ -274,20 +274,20 @@ def test_resumed_run_samples_the_same_clients(tmp_path, monkeypatch):
 
 
 def test_silent_client_is_not_evaluated(tmp_path, monkeypatch):
-    asked = []
+    sampled = []
 
     class Counted(Dumb):
         def fit(self, ins, timeout, group_id):
-            asked.append((self.cid, group_id))
+            sampled.append((self.cid, group_id))
             return super().fit(ins, timeout, group_id)
 
         def evaluate(self, ins, timeout, group_id):
-            asked.append((self.cid, group_id))
+            sampled.append((self.cid, group_id))
             return super().evaluate(ins, timeout, group_id)
 
     monkeypatch.setattr(simulation, "InlineProxy", Counted)
     run(five("felo"), tmp_path / "run")
-    assert [round for name, round in asked if name == UNSAFE] == [1, 2, 4, 8], "nor evaluated"
+    assert [round for name, round in sampled if name == UNSAFE] == [1, 2, 4, 8], "nor evaluated"
 
 
 @pytest.mark.parametrize("method", ["felo", "cofed", "um-pfssl"])

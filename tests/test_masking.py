@@ -126,11 +126,11 @@ class Kit:
             if name in self.silent:
                 raise TimeoutError("no reply")
             try:
-                answer = self.sites[name].revealed(ins.config)
+                reply = self.sites[name].revealed(ins.config)
             except MaskingError as error:
-                answer = {"error": str(error)}
-            self.revealed[name] = answer
-            return GetPropertiesRes(Status(Code.OK, ""), answer)
+                reply = {"error": str(error)}
+            self.revealed[name] = reply
+            return GetPropertiesRes(Status(Code.OK, ""), reply)
 
         return get_properties
 
@@ -523,7 +523,7 @@ def test_ledger_from_a_backup_never_leads_to_a_second_reply(tmp_path, kept):
 
 
 def test_shares_of_an_earlier_round_are_not_revealed_after_those_of_a_later_round(tmp_path):
-    """Otherwise, the stored answer of the later round would be deleted."""
+    """Otherwise, the stored reply of the later round would be deleted."""
     kit = Kit(tmp_path, 5)
     rng = np.random.default_rng(0)
     kit.server.start(1, kit.members, kit.names)
@@ -616,13 +616,13 @@ def test_site_that_restarts_is_called_again_for_its_shares(tmp_path):
     kit = Kit(tmp_path, 3, deployed=True)  # the shares of all three are needed
     kit.server = Unmasking(kit.config, "run", kit.state, kit.directory, timeout=20.0)
     proxy, calls = kit.members["site-01"].proxy, []
-    answer = proxy.get_properties
+    reply = proxy.get_properties
 
     def get_properties(*args):
         calls.append(args)
         if len(calls) == 1:
             raise TimeoutError("the site restarts")
-        return answer(*args)
+        return reply(*args)
 
     proxy.get_properties = get_properties
     (total,) = kit.sums(of_all(np.random.default_rng(4), kit.names))
@@ -655,8 +655,8 @@ def test_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
     kit = Kit(tmp_path, 5, deployed=True)
     sent = of_all(np.random.default_rng(4), kit.names)
     begun, hanging = time.monotonic(), threading.Event()
-    answer = kit.members["site-03"].proxy.get_properties
-    kit.members["site-03"].proxy.get_properties = lambda *args: hanging.wait(20) and answer(*args)
+    reply = kit.members["site-03"].proxy.get_properties
+    kit.members["site-03"].proxy.get_properties = lambda *args: hanging.wait(20) and reply(*args)
     assert kit.sums(sent)
     assert time.monotonic() - begun < 0.9, "the time limit is a second"
     hanging.set()
@@ -684,11 +684,11 @@ def test_site_that_reveals_nonsense_loses_its_shares_but_not_the_round(tmp_path)
     rng = np.random.default_rng(4)
     for number, change in enumerate(
         (
-            lambda answer: answer | {key: answer[key][:-1]},
-            lambda answer: answer | {key: 3.0},
-            lambda answer: {},
-            lambda answer: answer | {key: bytes(len(answer[key]))},
-            lambda answer: answer | {key: b"\1" * len(answer[key])},
+            lambda reply: reply | {key: reply[key][:-1]},
+            lambda reply: reply | {key: 3.0},
+            lambda reply: {},
+            lambda reply: reply | {key: bytes(len(reply[key]))},
+            lambda reply: reply | {key: b"\1" * len(reply[key])},
         )
     ):
         kit = Kit(tmp_path / str(number), 5) if (tmp_path / str(number)).mkdir() is None else None
@@ -727,11 +727,11 @@ def test_wrong_shares_of_one_sum_do_not_affect_other_sums(tmp_path):
             begin, masked, store = honest.begin, honest.masked, honest.store
 
             def revealed(self, config, kinds=kinds, honest=honest):
-                answer = honest.revealed(config)
+                response = honest.revealed(config)
                 for kind in kinds:
                     key = f"{SHARES}/{kind}"
-                    answer |= {key: b"\1" * (len(answer[key]) - kind)}
-                return answer
+                    response |= {key: b"\1" * (len(response[key]) - kind)}
+                return response
 
         kit.sites["site-01"] = Bad()
         sums = kit.sums({name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names})
@@ -1258,13 +1258,13 @@ def test_share_that_changes_the_secret_by_one_is_recognized(tmp_path):
         begin, masked, store = honest.begin, honest.masked, honest.store
 
         def revealed(self, config):
-            answer = honest.revealed(config)
-            shares = answer[f"{SHARES}/0"]
+            reply = honest.revealed(config)
+            shares = reply[f"{SHARES}/0"]
             moved = [
                 (int.from_bytes(shares[k : k + 66], "big") + pow(weight, -1, prime)) % prime
                 for k in range(0, len(shares), 66)
             ]
-            return answer | {f"{SHARES}/0": b"".join(s.to_bytes(66, "big") for s in moved)}
+            return reply | {f"{SHARES}/0": b"".join(s.to_bytes(66, "big") for s in moved)}
 
     kit.sites["site-01"] = Bad()
     sent = of_all(np.random.default_rng(4), kit.names)
@@ -1319,13 +1319,13 @@ def test_two_malicious_sites_cannot_make_an_honest_site_seem_malicious(tmp_path,
             self._honest, self._error = honest, error
 
         def revealed(self, config):
-            answer = self._honest.revealed(config)
-            shares = answer[f"{SHARES}/0"]
+            reply = self._honest.revealed(config)
+            shares = reply[f"{SHARES}/0"]
             moved = [
                 (int.from_bytes(shares[k : k + 66], "big") + self._error) % PRIME
                 for k in range(0, len(shares), 66)
             ]
-            return answer | {f"{SHARES}/0": b"".join(s.to_bytes(66, "big") for s in moved)}
+            return reply | {f"{SHARES}/0": b"".join(s.to_bytes(66, "big") for s in moved)}
 
     for name, error in zip(("site-03", "site-04"), errors, strict=True):
         kit.sites[name] = Bad(kit.sites[name], error)
@@ -1382,7 +1382,7 @@ def test_client_that_spoils_every_box_is_named_and_excluded(tmp_path):
 
 
 def test_run_ends_if_an_unknown_client_spoils_each_sum(tmp_path):
-    """One word of a masked vector suffices, and nobody can tell which client changed it."""
+    """One word of a masked vector suffices, and it does not reveal which client changed it."""
     kit = Kit(tmp_path, 5)
 
     def change(tensors) -> None:

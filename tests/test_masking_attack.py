@@ -84,10 +84,10 @@ class Transcript:
             self.contexts[round] = bytes.fromhex(sites["site-2"]._lanes[0].context)
             for place, name in enumerate(NAMES):
                 boxes = b"".join(self.boxes[round, each][place].tobytes() for each in NAMES)
-                asked = json.dumps({"run": "run", "round": round, "survivors": {"0": NAMES}})
-                answer = sites[name].revealed({REVEAL: asked, f"{SHARES}/0": boxes})
-                assert not answer[f"{SEEDS}/0"]
-                parts = answer[f"{SHARES}/0"]
+                sampled = json.dumps({"run": "run", "round": round, "survivors": {"0": NAMES}})
+                response = sites[name].revealed({REVEAL: sampled, f"{SHARES}/0": boxes})
+                assert not response[f"{SEEDS}/0"]
+                parts = response[f"{SHARES}/0"]
                 size = len(parts) // 3
                 for number, owner in enumerate(NAMES):
                     share = int.from_bytes(parts[number * size : (number + 1) * size], "big")

@@ -109,7 +109,7 @@ class Going:
         return [client_name(k, self.nodes) for k in range(self.nodes) if k not in without]
 
     def lines(self, round: int) -> list[str]:
-        """Return what the server has said of the sums of a round."""
+        """Return the lines of the log about the sums of a round."""
         return [line for line in self.said if f"round {round}" in line]
 
     def has_replied(self, index: int) -> bool:
@@ -197,7 +197,7 @@ def test_three_sites_of_which_one_is_killed_in_each_phase(tmp_path, nodes):
         bring_back(going.sites, 2)
         assert going.finish(round) == going.names(), going.lines(round)
         going.check_sum(round)
-        # While it is asked for its shares.
+        # During the request for its shares.
         round = going.wait_for_sum()
         until(lambda: going.survivors(round))
         kill_node(going.sites, 1)

@@ -190,7 +190,7 @@ def test_classical_model_is_evaluated_by_probabilities(name):
         assert score.metrics["calibration-error"] == pytest.approx(1 - score.accuracy)
 
 
-# --- the setting, and what travels -----------------------------------------------------------
+# --- the setting, and sent metrics -------------------------------------------------------------
 
 
 def test_setting_is_a_list_in_any_order():
@@ -327,7 +327,7 @@ def test_worst_loss_is_the_highest():
     assert "auc" not in metrics
 
 
-# --- whole runs ------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -477,8 +477,8 @@ def test_custom_metric_can_be_negative(signed_metrics, tmp_path):
     assert found.target == math.floor((0.9 * (mean + 1) - 1) * 1000) / 1000 < mean
     assert all(found.to_target(group, "bytes").n for group in found.groups)
     assert found.target_label == f"{found.target:.4f}"
-    asked = report.compare([tmp_path / "run"], -0.5, metric="kappa", protocol="personal")
-    assert asked.target == -0.5
+    sampled = report.compare([tmp_path / "run"], -0.5, metric="kappa", protocol="personal")
+    assert sampled.target == -0.5
     assert "kappa, " in (tmp_path / "run" / "report.html").read_text()
     view = report.load_run(tmp_path / "run").with_metric("kappa")
     figure = Figure()

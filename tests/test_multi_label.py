@@ -135,7 +135,7 @@ def test_auto_asks_about_lists_and_names_the_setting_that_decides(tmp_path, endi
     if ending == "csv":
         path.write_text("x,found\n1,a;b\n2,a\n3,b\n4,b;a\n")
     auto = spec("found", task="auto")
-    with pytest.raises(DataError, match=r"Set data\.task to multi-label") as error:
+    with pytest.raises(DataError, match=r"data\.task.*multi-label") as error:
         infer_schema(read_table(path, auto), auto)
     assert "\n" not in str(error.value)
 
@@ -174,7 +174,7 @@ def test_a_marker_of_missing_labels_is_declared(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("p,q,x\n1,-1,0.5\n0,1,0.7\n")
     table = read_table(path, spec("p,q"))
-    with pytest.raises(DataError, match=r"row 1, column 'q': .* got '-1'"):
+    with pytest.raises(DataError, match=r"row 1, column 'q': .*'-1'"):
         infer_schema(table, spec("p,q"))
     (tmp_path / "schema.toml").write_text(
         'target = "p,q"\ntask = "multi-label"\nmissing = ["-1"]\n[columns.x]\ntype = "number"\n'
@@ -195,7 +195,7 @@ def test_a_site_reads_labels_with_the_schema_of_all_sites(tmp_path):
     assert not data.train.y[:, 0].any()
     assert data.train.y[:, 2].all()
     (site / "train.csv").write_text("x,found\n0.1,lungs\n" + "0.2,lung\n" * 9)
-    with pytest.raises(DataError, match=r"unknown label 'lungs'; did you mean 'lung'"):
+    with pytest.raises(DataError, match=r"'lungs'.*'lung'"):
         site_data(f"table:{site}", spec=spec("found"), classes=3, name="a")
 
 
@@ -251,7 +251,7 @@ def test_a_batch_without_labels_has_the_loss_0_and_a_gradient():
     assert not outputs.grad.any()
 
 
-def test_the_divergence_is_that_of_bernoulli_distributions():
+def test_divergence_equals_bernoulli_distributions():
     teacher, student = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(1))
     teacher.requires_grad_()
     student.requires_grad_()
@@ -341,7 +341,7 @@ def test_dp_sgd_clips_each_samples_gradient_independently_of_missing_labels():
 NAMES = (*MultiLabel.metrics, "label-auc", "label-f1", "label-precision")
 
 
-def test_scores_are_those_of_scikit_learn_over_present_labels():
+def test_scores_equal_scikit_learn_over_present_labels():
     truth = np.column_stack([drawn(60)[1], np.zeros(60), np.full(60, math.nan)])
     likely = np.random.default_rng(1).random(truth.shape)
     likely = np.where(truth == 1, likely**0.5, likely)
@@ -437,7 +437,7 @@ def test_a_model_is_scored_by_its_sigmoids_and_undefined_outputs_are_wrong():
 # --- methods --------------------------------------------------------------------------------------
 
 
-def test_methods_declare_multi_label_and_the_others_refuse_in_one_line():
+def test_unsupported_methods_raise():
     methods = all_methods()[0]
     assert {n for n, m in methods.items() if "multi-label" in m.spec.tasks} == {*METHODS}
     for name in sorted(methods.keys() - {*METHODS}):

@@ -63,7 +63,7 @@ def test_femnist_gives_each_writer_a_client(tmp_path):
         expected = np.rint(255 * np.array(x)).astype(np.uint8).reshape(-1, 1, 28, 28)
         assert sorted(map(bytes, every.numpy())) == sorted(map(bytes, expected))
         assert sorted(torch.cat([own.train.y, own.test.y]).tolist()) == sorted(y)
-    with pytest.raises(DataError, match=r"clients = 4: must be at most 3, .*femnist"):
+    with pytest.raises(DataError, match=r"clients = 4.*3.*femnist"):
         store(f"femnist:{tmp_path}", 4).partition()
 
 
@@ -100,18 +100,18 @@ def test_shakespeare_reads_letters_and_predicts_the_next(tmp_path):
         ("shakespeare", {"a": (["x"], ["ä"])}, "unknown letter in y, got 'ä'"),
     ],
 )
-def test_a_fault_of_leafs_files_is_named(name, users, fault, tmp_path):
+def test_invalid_leaf_file_raises(name, users, fault, tmp_path):
     leaf(tmp_path, ["train"], users)
     with pytest.raises(DataError, match=fault):
         store(f"{name}:{tmp_path}").dataset  # noqa: B018
 
 
-def test_what_is_no_file_of_leaf_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no \.json files found"):
+def test_other_files_raise_for_leaf(tmp_path):
+    with pytest.raises(DataError, match=r"\.json"):
         store(f"femnist:{tmp_path}").dataset  # noqa: B018
     for text in ("[1]", "{", '{"users": []}', '{"user_data": [1]}', "[" * 100_000):
         (tmp_path / "a.json").write_text(text)
-        with pytest.raises(DataError, match=r"a\.json: not a valid LEAF file"):
+        with pytest.raises(DataError, match=r"a\.json: "):
             store(f"femnist:{tmp_path}").dataset  # noqa: B018
     (tmp_path / "a.json").write_text('{"user_data": {}}' + " " * 2000)
     with pytest.raises(DataError, match=r"data\.max-bytes"):
@@ -206,14 +206,14 @@ def test_iwildcam_gives_each_camera_a_client(tmp_path, monkeypatch):
         ({"split": "val"}, "no rows of the training set found"),
     ],
 )
-def test_a_fault_of_wilds_metadata_is_named(change, fault, tmp_path):
+def test_invalid_wilds_metadata_raises(change, fault, tmp_path):
     row = {"split": "train", "location_remapped": 1, "y": 0, "filename": "a.png"}
     picture(tmp_path / "train" / "a.png", 3)
     metadata(tmp_path, [{**row, **change}])
     with pytest.raises(DataError, match=fault):
         store(f"iwildcam:{tmp_path}").dataset  # noqa: B018
     metadata(tmp_path, [{"split": "train", "y": 0}])
-    with pytest.raises(DataError, match="expected columns y, location_remapped"):
+    with pytest.raises(DataError, match=r"y, location_remapped"):
         store(f"iwildcam:{tmp_path}").dataset  # noqa: B018
 
 
@@ -263,7 +263,7 @@ def test_fed_isic2019_gives_each_center_its_own_training_and_test_images(lesions
         (("fold,", "part,"), "expected columns target, center, image, fold"),
     ],
 )
-def test_a_fault_of_fed_isic2019_is_named(change, fault, lesions):
+def test_invalid_fed_isic2019_raises(change, fault, lesions):
     table = lesions / "train_test_split"
     text = table.read_text()
     assert change[0] in text
@@ -272,8 +272,8 @@ def test_a_fault_of_fed_isic2019_is_named(change, fault, lesions):
         store(f"fed-isic2019:{lesions}", 3, image_size=8).dataset  # noqa: B018
 
 
-def test_fed_isic2019_refuses_a_subset_of_its_samples(lesions):
-    with pytest.raises(SettingsError, match=r"data.max-samples must be 0"):
+def test_fed_isic2019_with_max_samples_raises(lesions):
+    with pytest.raises(SettingsError, match=r"data\.max-samples"):
         store(f"fed-isic2019:{lesions}", 3, image_size=8, max_samples=5).dataset  # noqa: B018
 
 
@@ -322,7 +322,7 @@ def test_har_gives_each_person_of_the_training_part_a_client(phones):
         ("train/Inertial Signals/body_acc_y_train.txt", "1 nan\n", "must be finite"),
     ],
 )
-def test_a_fault_of_hars_files_is_named(file, text, fault, phones):
+def test_invalid_har_file_raises(file, text, fault, phones):
     (phones / file).write_text(text)
     with pytest.raises(DataError, match=fault):
         store(f"har:{phones}").dataset  # noqa: B018
@@ -357,21 +357,21 @@ def test_pamap2_cuts_windows_of_one_activity(tmp_path):
     np.testing.assert_allclose(x[0, 0, 9:15], gap, atol=1e-5)
 
 
-def test_a_fault_of_pamap2s_files_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"no files subject\*\.dat"):
+def test_invalid_pamap2_file_raises(tmp_path):
+    with pytest.raises(DataError, match=r"subject\*\.dat"):
         store(f"pamap2:{tmp_path}").dataset  # noqa: B018
     np.savetxt(tmp_path / "subject101.dat", recording([0] * 300, 0))
-    with pytest.raises(DataError, match="at least 256 consecutive samples"):
+    with pytest.raises(DataError, match="256"):
         store(f"pamap2:{tmp_path}").dataset  # noqa: B018
     np.savetxt(tmp_path / "subject101.dat", np.zeros((3, 5)))
-    with pytest.raises(DataError, match="expected 54 columns, got 5"):
+    with pytest.raises(DataError, match=r"54 columns.*5"):
         store(f"pamap2:{tmp_path}").dataset  # noqa: B018
 
 
 # Runs
 
 
-def test_a_run_trains_on_them(phones, tmp_path):
+def test_run_trains_on_natural_data(phones, tmp_path):
     rng = np.random.default_rng(0)
     users = {f"f{n}": written_signs(rng, 12) for n in range(3)}
     leaf(tmp_path / "leaf", ["train", "test"], users)
@@ -399,7 +399,7 @@ def test_a_run_trains_on_them(phones, tmp_path):
         ("wilds-iwildcam", "iwildcam"), ("wilds-camelyon17", "camelyon17"), ("pamap2", "pamap2"),
     ],
 )  # fmt: skip
-def test_each_has_a_preset(preset, name):
+def test_each_dataset_has_a_preset(preset, name):
     assert preset in preset_names()
     found = resolve({**read_preset(preset), "method": "felo"}).run
     assert found.data.dataset == f"{name}:data/{name}"

@@ -61,8 +61,8 @@ class Grid:
     def reply(self, message, number=""):
         said = {**SAYS, "name": self.claims[message.metadata.dst_node_id]}
         if message.metadata.message_type == "train":
-            answer = FitRes(Status(Code.OK, ""), Parameters([], ""), 7, {})
-            content = compat.fitres_to_recorddict(answer, keep_input=True)
+            response = FitRes(Status(Code.OK, ""), Parameters([], ""), 7, {})
+            content = compat.fitres_to_recorddict(response, keep_input=True)
         else:
             content = compat.getpropertiesres_to_recorddict(
                 GetPropertiesRes(Status(Code.OK, ""), said)

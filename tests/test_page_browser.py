@@ -170,7 +170,7 @@ def test_a_tables_column_sorts_both_ways(opened: Opened, report: Path) -> None:
     assert found.index("ward-9") < found.index("ward-10")
 
 
-def test_what_was_measured_once_is_in_a_table(opened: Opened) -> None:
+def test_single_measurements_are_in_a_table(opened: Opened) -> None:
     table = opened.tab.locator(".once")
     rows = [row.inner_text().split("\t") for row in table.locator("tbody tr").all()]
     assert rows == [["odd", "—", ""], ["once", "0.25", "2"]]

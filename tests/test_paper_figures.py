@@ -33,7 +33,7 @@ def run(tmp_path_factory):
     return make(path, protocols=("common", "personal"), kinds=("private", "global"))
 
 
-def test_a_runs_figures_are_as_wide_as_a_column_or_as_the_text(run):
+def test_figures_of_a_run_have_column_or_text_width(run):
     assert str(run / "figures" / "paper") in call("report", run, "--paper").replace("\n", "")
     files = {file.stem: file for file in (run / "figures" / "paper").iterdir()}
     wanted = {drawing.name: drawing for drawing in drawings(load_run(run))}
@@ -47,7 +47,7 @@ def test_a_runs_figures_are_as_wide_as_a_column_or_as_the_text(run):
         assert inches(files[name])[1] == pytest.approx(height, abs=0.01)
 
 
-def test_their_fonts_are_serif_and_embedded_as_truetype(run):
+def test_fonts_are_serif_and_embedded_as_truetype(run):
     call("report", run, "--paper")
     for file in (run / "figures" / "paper").iterdir():
         content = file.read_bytes()
@@ -59,7 +59,7 @@ def test_their_fonts_are_serif_and_embedded_as_truetype(run):
         assert b"CreationDate" not in content
 
 
-def test_text_is_of_the_size_that_it_is_printed_in(run):
+def test_text_has_its_printed_size(run):
     sizes = []
 
     def drawn(figure, original):
@@ -75,7 +75,7 @@ def test_text_is_of_the_size_that_it_is_printed_in(run):
     assert max(sizes) <= 8.0
 
 
-def test_other_figures_are_as_before(run, tmp_path):
+def test_other_figures_are_unchanged(run, tmp_path):
     write_figures(load_run(run))
     before = {file.name: file.read_bytes() for file in (run / "figures").glob("*.svg")}
     call("report", run, "--paper")
@@ -83,7 +83,7 @@ def test_other_figures_are_as_before(run, tmp_path):
     assert all(b"STIX" not in content for content in before.values())
 
 
-def test_a_comparisons_figures_too(tmp_path):
+def test_figures_of_a_comparison_have_column_width(tmp_path):
     for seed in (0, 1):
         for method in ("felo", "local"):
             make(tmp_path / "runs" / f"{method}-{seed}", method=method, seed=seed)

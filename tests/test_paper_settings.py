@@ -20,12 +20,12 @@ def values(method):
     return {name: each["value"] for name, each in settings.items() if "value" in each}
 
 
-def test_every_method_that_has_a_paper_is_compared_with_it():
+def test_every_method_with_a_paper_is_compared():
     assert sorted(paper_settings()) == sorted([*OF_PAPERS, "why"])
 
 
 @pytest.mark.parametrize("method", OF_PAPERS)
-def test_the_file_has_a_source_for_each_setting_and_a_preset_or_says_why_there_is_none(method):
+def test_every_paper_setting_has_a_source(method):
     paper = paper_settings()[method]
     assert paper.keys() <= {"what", "preset", "without", "settings"}
     assert paper["what"]
@@ -42,7 +42,7 @@ def test_the_file_has_a_source_for_each_setting_and_a_preset_or_says_why_there_i
 
 @pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize(("method", "preset"), CLAIMED.items(), ids=CLAIMED)
-def test_a_preset_has_the_values_of_its_paper_and_no_setting_without_a_source(method, preset):
+def test_preset_equals_the_sourced_settings(method, preset):
     given = read_preset(preset)
     assert given.pop("method") == method
     # Weights by all samples are the papers' averages, without fedhet's protection.
@@ -53,7 +53,7 @@ def test_a_preset_has_the_values_of_its_paper_and_no_setting_without_a_source(me
 
 
 @pytest.mark.parametrize("name", OF_PAPERS)
-def test_each_default_that_differs_has_a_reason_and_the_methods_own_are_on_its_page(name):
+def test_every_differing_default_has_a_reason(name):
     """The defaults come from the declarations, and everything else from the file."""
     defaults = resolve({"method": name}).flat()
     settings = paper_settings()[name].get("settings", {})
@@ -71,7 +71,7 @@ def test_each_default_that_differs_has_a_reason_and_the_methods_own_are_on_its_p
         assert "why" not in settings[stale]
 
 
-def test_a_row_names_the_default_the_paper_its_section_and_the_reason(tmp_path, monkeypatch):
+def test_row_contains_default_paper_value_section_and_reason(tmp_path, monkeypatch):
     file = tmp_path / "paper_settings.toml"
     file.write_text(
         "[why]\nclients = 'shared'\nseed = 'shared'\n[fedavg]\nwhat = 'MNIST'\n[fedavg.settings]\n"

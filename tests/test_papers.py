@@ -93,7 +93,7 @@ def table(text=TABLE):
 
 @pytest.mark.usefixtures("encoders")
 @pytest.mark.parametrize("name", table_names())
-def test_every_cell_of_every_table_is_a_run_that_there_is(name, tmp_path):
+def test_every_cell_of_every_table_resolves(name, tmp_path):
     found = read_table(name)
     assert set(found.sizes) == set(SIZES), "each has the three sizes"
     assert found.claims or found.notes
@@ -106,7 +106,7 @@ def test_every_cell_of_every_table_is_a_run_that_there_is(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", table_names())
-def test_printed_numbers_are_in_the_tables_unit(name):
+def test_printed_numbers_have_the_unit_of_the_table(name):
     found = read_table(name)
     columns = {column.name: column for column in found.columns}
     for row in found.rows:
@@ -172,7 +172,7 @@ def at_the_papers_size(paper, tmp_path):
             yield f"{name}: {run.label}", resolve(run.values).flat()
 
 
-def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
+def test_felo_and_velo_settings_equal_the_paper(tmp_path):
     """Eq. 1 and Algorithm 2: all features are kept, and decoded features are always sent."""
     found = [each for each in at_the_papers_size("felo", tmp_path) if "elo" in each[1]["method"]]
     assert {values["method"] for _, values in found} == {"felo", "velo"}
@@ -185,7 +185,7 @@ def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
 
 
 @pytest.mark.usefixtures("encoders")
-def test_at_the_papers_size_fedtype_is_algorithm_1(tmp_path):
+def test_fedtype_settings_equal_algorithm_1(tmp_path):
     """Rows of Table 2 or Fig. 3 may replace a part of the algorithm."""
     replaced = {"backward": ("symmetric", "topk"), "eta": ("one",), "g": ("g2", "g3", "g4")}
     runs = [r for r in at_the_papers_size("fedtype", tmp_path) if r[1]["method"] == "fedtype"]
@@ -227,7 +227,7 @@ TABLE_13_PUBLIC = {
 SHARED = ("training.optimizer", "training.lr", "training.batch-size", "training.local-epochs")
 
 
-def test_at_the_papers_size_fedgems_and_its_baselines_have_table_13(tmp_path):
+def test_fedgems_settings_equal_table_13(tmp_path):
     seen = set()
     for label, values in at_the_papers_size("fedgems", tmp_path):
         method = values["method"]
@@ -246,7 +246,7 @@ def test_at_the_papers_size_fedgems_and_its_baselines_have_table_13(tmp_path):
 # What a table plans
 
 
-def test_later_settings_go_over_earlier_ones(tmp_path):
+def test_later_settings_override_earlier_settings(tmp_path):
     found = plan("x", table(), "tiny", [4], tmp_path)
     by_place = {(c.row.name, c.column.name): c for c in found.cells}
     assert list(by_place) == list(
@@ -264,7 +264,7 @@ def test_later_settings_go_over_earlier_ones(tmp_path):
     assert by_place["together", "all, longer"].printed is None
 
 
-def test_settings_of_a_place_are_of_its_cells_alone(tmp_path):
+def test_settings_of_a_place_apply_only_to_its_cells(tmp_path):
     text = TABLE.replace("paper = { settings", "tiny = { settings")
     found = plan("x", table(text), "tiny", [0], tmp_path, {"training.lr": 0.2})
     assert found.replaced == [
@@ -299,7 +299,7 @@ def test_tables_share_the_runs_of_equal_settings(tmp_path):
     assert [r.directory for r in one.runs] == [r.directory for r in other.runs]
 
 
-def test_where_a_run_runs_is_not_of_its_name(tmp_path):
+def test_run_directory_does_not_depend_on_the_machine(tmp_path):
     def names(**over):
         over = {name.replace("_", "."): value for name, value in over.items()}
         found = plan("x", table(), "tiny", [0], tmp_path, over)
@@ -342,19 +342,19 @@ def test_presets_and_settings_of_other_methods(tmp_path):
         ('name = "together"\ncolumns', 'name = "apart"\ncolumns', "expected one of alone"),
     ],
 )
-def test_a_faulty_table_says_what_and_where(old, new, fault, tmp_path, monkeypatch):
+def test_invalid_table_raises(old, new, fault, tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(TABLE.replace(old, new, 1))
     monkeypatch.setattr(planning, "FILES", tmp_path)
     with pytest.raises(SettingsError, match=f"table 'mine': .*{fault}"):
         read_table("mine")
 
 
-def test_an_unknown_table_suggests_the_nearest():
+def test_unknown_table_raises_with_a_suggestion():
     with pytest.raises(SettingsError, match=r"'felo2'.*'felo-2'"):
         tables_of("felo2")
 
 
-def test_a_word_means_a_table_those_of_a_paper_or_all():
+def test_name_selects_a_table_a_paper_or_all():
     known = table_names()
     assert tables_of("all") == known
     assert tables_of("felo-2") == ["felo-2"]
@@ -489,7 +489,7 @@ def test_kendalls_tau_compares_the_order_of_rows(better, tmp_path):
         ("relative/common", lambda last: math.nan),
     ],
 )
-def test_what_a_cell_may_show(metric, expected, tmp_path):
+def test_cell_formats(metric, expected, tmp_path):
     text = TABLE.replace('metric = "common/private"', f'metric = "{metric}"')
     found = plan("x", table(text), "tiny", [0], tmp_path)
     cell = next(c for c in found.cells if c.column.name == "all")
@@ -516,7 +516,7 @@ def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
     assert results.cells[cell.row.name, "all"].values.mean() == pytest.approx(np.mean(squares))
 
 
-def test_markdown_shows_measured_beside_printed(tmp_path):
+def test_markdown_shows_measured_and_printed(tmp_path):
     results = written(tmp_path, {"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]})
     text = as_markdown(results.result, results.plan.table)
     row = next(line for line in text.splitlines() if line.startswith("| alone"))
@@ -551,7 +551,7 @@ def call(*words):
     return CliRunner().invoke(app, ["table", *map(str, words)], catch_exceptions=False)
 
 
-def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
+def test_finished_runs_of_a_table_are_not_repeated(mine):
     first = call("mine", "--seeds", "0,1", "--out", mine)
     assert first.exit_code == 0
     assert "8 of 8" in first.output
@@ -571,7 +571,7 @@ def test_a_table_is_made_and_a_finished_run_is_not_made_again(mine):
     assert all(path.stat().st_mtime_ns == before for path, before in made.items())
 
 
-def test_a_run_that_was_cut_short_is_continued(mine, monkeypatch):
+def test_interrupted_run_of_a_table_is_continued(mine, monkeypatch):
     train = command.train
     cutting = lambda config, directory, _: train(config, directory, [CutOff(2, "before")])  # noqa: E731
     monkeypatch.setattr(command, "train", cutting)
@@ -585,7 +585,7 @@ def test_a_run_that_was_cut_short_is_continued(mine, monkeypatch):
     assert cut.read_text().startswith(before)
 
 
-def test_a_run_that_another_table_has_just_made_is_not_made_again(mine, monkeypatch):
+def test_run_of_another_table_is_not_repeated(mine, monkeypatch):
     def beaten(config, directory, watchers):
         calls.append(directory)
         for path in (mine / "runs").glob("*/seed-0/later"):
@@ -603,20 +603,20 @@ def test_a_run_that_another_table_has_just_made_is_not_made_again(mine, monkeypa
     assert calls == [found.runs[0].directory]
 
 
-def test_models_are_kept_where_that_is_asked(mine):
+def test_models_are_kept_with_the_option(mine):
     call("mine", "--seeds", "0", "--out", mine, "--set", "rounds=1", "--keep-models")
     for name in ("state", "checkpoints"):
         assert len(list((mine / "runs").glob(f"*/seed-0/{name}"))) == 2
 
 
-def test_what_a_given_setting_changes_of_a_row_or_column_is_said(mine):
+def test_replaced_settings_of_rows_and_columns_are_noted(mine):
     given = ["--set", "rounds=5", "--set", "lr=0.01", "--set", "clients=3", "--dry-run"]
     said = call("mine", "--seeds", "0", "--out", mine, *given).output
     assert "mine: 'all, longer' has rounds = 5 instead of 3, as set with --set" in said
     assert said.count("with --set") == 1  # the row's rate is the same, clients are the size's
 
 
-def test_side_by_side_gives_the_same_numbers(mine):
+def test_parallel_runs_give_the_same_metrics(mine):
     call("mine", "--seeds", "0", "--out", mine / "one")
     call("mine", "--seeds", "0", "--out", mine / "two", "--jobs", "2")
     one, two = ((mine / name / "mine-tiny.csv").read_text() for name in ("one", "two"))
@@ -660,14 +660,14 @@ def test_a_table_evaluates_from_its_tail_on_unless_earlier_rounds_count(over, fi
     assert directory.directory == run.directory, "the same experiment"
 
 
-def test_cofeds_first_round_is_what_later_ones_are_divided_by(tmp_path):
+def test_relative_accuracy_of_cofed_uses_the_first_round(tmp_path):
     planned = plan("cofed-2", read_table("cofed-2"), "tiny", [0], tmp_path)
     found = {run.values["method"]: run.config.run.evaluate_from for run in planned.runs}
     assert found["cofed"] == 1
     assert found["fedmd"] > 1
 
 
-def test_a_run_that_fails_leaves_the_others_and_is_named(mine, monkeypatch):
+def test_failed_run_is_named_and_others_finish(mine, monkeypatch):
     def failing(config, directory, watchers):
         if config.run.method == "fedavg":
             raise SettingsError("no luck")
@@ -715,7 +715,7 @@ def test_seeds_can_be_a_range(mine):
     assert read_seeds("0-999") == list(range(1000))
 
 
-def test_what_is_to_do_is_shown_without_training(mine):
+def test_plan_is_shown_without_training(mine):
     said = call("mine", "--seeds", "0", "--out", mine, "--dry-run", "--set", "rounds=1").output
     assert said.count("to do  ") == 2  # 'rounds' makes the long column's runs the others'
     assert "fedhet run fedavg" in said
@@ -756,6 +756,6 @@ def test_all_tables_are_listed():
         (["felo-2", "--set", "out=here"], "use --out"),
     ],
 )
-def test_bad_options_are_refused_in_a_line(words, fault):
+def test_invalid_options_raise(words, fault):
     with pytest.raises(SettingsError, match=fault):
         call(*words)

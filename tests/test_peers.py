@@ -232,7 +232,7 @@ def test_key_opened_by_an_acl_raises(tmp_path, monkeypatch, entry, accepted):
     entries = sorted([(1, 6, anyone), entry, (4, 0, anyone), (16, 4, anyone), (32, 0, anyone)])
     packed = b"".join(struct.pack("<HHI", *each) for each in entries)
     lists = {(private, "system.posix_acl_access"): struct.pack("<I", 2) + packed}
-    monkeypatch.setattr(os, "getxattr", lambda *asked: lists[asked], raising=False)
+    monkeypatch.setattr(os, "getxattr", lambda *sampled: lists[sampled], raising=False)
     if accepted:
         assert read_key(private)
         return

@@ -41,8 +41,8 @@ def context(node, **run):
     return SimpleNamespace(node_config=node, run_config=settings)
 
 
-def test_a_pool_that_cannot_be_read_is_refused_as_a_site_reads_it(evil):
-    with pytest.raises(SettingsError, match=r"'models.pool': invalid list item 'evil_module:f\*x'"):
+def test_unreadable_pool_raises_at_a_site(evil):
+    with pytest.raises(SettingsError, match=r"'models\.pool'.*evil_module:f\*x"):
         client_fn(context(PARTITION, models__pool="evil_module:f*x"))
     assert not evil.exists()
 
@@ -62,21 +62,21 @@ def test_a_pool_that_cannot_be_read_is_refused_as_a_site_reads_it(evil):
         {"method": "fedgems", "fedgems__server-model": "evil_module:f"},
     ],
 )
-def test_a_server_makes_a_site_import_nothing(evil, asked):
+def test_server_cannot_make_a_site_import_a_module(evil, asked):
     for node in (PARTITION, {**PARTITION, "allow-models": "other,evil_modul,evil_module.f"}):
-        with pytest.raises(SettingsError, match="does not permit a run to import 'evil_module"):
+        with pytest.raises(SettingsError, match="evil_module"):
             client_fn(context(node, **asked))
     assert not evil.exists()
 
 
-def test_a_site_with_a_model_of_its_own_does_not_import_the_pools(evil):
+def test_site_with_its_own_model_does_not_import_the_pool(evil):
     client = client_fn(context({**PARTITION, "model": "mlp"}, models__pool="cnn2,evil_module:f"))
     assert client is not None
     assert not evil.exists()
 
 
 @pytest.mark.parametrize("allowed", ["evil_module", "evil_module:f", "a, evil_module:f", "*"])
-def test_what_a_site_allows_is_imported(evil, allowed):
+def test_allowed_modules_are_imported(evil, allowed):
     node = {**PARTITION, "allow-models": allowed}
     taken = permitted(node, {**SHIPPED, "models.pool": "evil_module:f"})
     assert taken["models.pool"] == ("evil_module:f",)
@@ -109,7 +109,7 @@ def test_a_sites_own_model_needs_no_permission():
         ("data.public-dataset", "npz:{site}/deep/../data"),
     ],
 )
-def test_a_server_makes_a_site_read_nothing_but_its_data(setting, value, tmp_path):
+def test_server_cannot_make_a_site_read_other_files(setting, value, tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (tmp_path / "secret").mkdir()
@@ -122,7 +122,7 @@ def test_a_server_makes_a_site_read_nothing_but_its_data(setting, value, tmp_pat
         assert "passwd" not in str(caught.value), "nor does the error say what is there"
 
 
-def test_a_site_reads_its_own_data_and_what_it_allows(tmp_path, monkeypatch):
+def test_site_reads_its_data_and_allowed_paths(tmp_path, monkeypatch):
     node = {"name": "site-a", "data": f"npz:{tmp_path / 'data'}"}
     run = {**SHIPPED, "data.public-dataset": f"npz:{tmp_path}/data/public"}
     assert permitted(node, run) == from_flower(run)
@@ -146,7 +146,7 @@ def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
             permitted(node, {**SHIPPED, "data.public-dataset": f"hf:{place}"})
 
 
-def test_what_permits_a_dataset_is_what_reads_it(tmp_path, monkeypatch):
+def test_permission_and_reading_agree(tmp_path, monkeypatch):
     """The library receives the directory or name that the site has checked."""
     import flwr_datasets
 
@@ -161,7 +161,7 @@ def test_what_permits_a_dataset_is_what_reads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "b").mkdir(parents=True)
     for place in ("a/b@x/../c", "a/b@../c", "a/b/c", "a/../b@c", "@x"):
-        with pytest.raises(DataError, match="expected hf:NAME or hf:NAME@SUBSET"):
+        with pytest.raises(DataError, match="hf:NAME@SUBSET"):
             load(DataSpec(dataset=f"hf:{place}"))
     for place in ("a/b@c.d", f"{tmp_path}/a@b", "./a"):
         with pytest.raises(DataError, match="recorded"):
@@ -169,7 +169,7 @@ def test_what_permits_a_dataset_is_what_reads_it(tmp_path, monkeypatch):
     assert asked == [(f"{tmp_path}/a/b", "c.d"), (f"{tmp_path}/a", "b"), (f"{tmp_path}/a", None)]
 
 
-def test_what_is_no_path_and_no_import_needs_no_permission():
+def test_other_settings_need_no_permission():
     for run in (
         {**SHIPPED, "data.public-dataset": "generated", "data.data-dir": "data"},
         {**SHIPPED, "engine.device": "cuda:9", "engine.ray-address": "host:6379"},

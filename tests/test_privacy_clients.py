@@ -190,9 +190,7 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("method", SUPPORTED)
-def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
-    method, tmp_path, monkeypatch
-):
+def test_replies_without_gradients_do_not_depend_on_samples(method, tmp_path, monkeypatch):
     """If every gradient and feature is scaled to nothing, replies depend on no sample.
 
     Only values without a bound could still depend on the samples. With an ordinary bound, the
@@ -215,7 +213,7 @@ def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
         assert distance(sent(1.0, 1), sent(1.0, 2)) > 1e-3
 
 
-def test_only_a_simulated_clock_gets_the_number_of_rows(tmp_path):
+def test_only_a_simulated_clock_receives_the_number_of_rows(tmp_path):
     """Adjacent datasets have equal numbers; a site ignores settings of a simulated clock."""
     devices = tmp_path / "devices.csv"
     devices.write_text("client,sample-ms,mbit\nclient-0,1,100\nclient-1,1,100\n")
@@ -262,7 +260,7 @@ def test_the_classes_of_a_site_are_all_classes(tmp_path):
     assert client.space.tolist() == list(range(10))
 
 
-def test_an_error_says_nothing_of_the_samples(tmp_path, monkeypatch, caplog):
+def test_error_reveals_no_samples(tmp_path, monkeypatch, caplog):
     client = opened(private("felo"), tmp_path)
     for raised in (StateError("loss 3.25 of 17 samples"), ValueError("17 samples")):
 
@@ -346,7 +344,7 @@ def test_one_sample_changes_a_class_sum_by_at_most_the_clipping_norm(
 # What it costs
 
 
-def test_a_run_spends_what_its_settings_say(tmp_path):
+def test_run_consumes_the_planned_budget(tmp_path):
     config = private("felo", clients=2, rounds=3, fraction=1.0)
     notices = Notices()
     summary = run(config, tmp_path, [notices], report=True)
@@ -398,7 +396,7 @@ def test_the_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
             assert torch.allclose(grads[row], grad, atol=1e-5)
 
 
-def test_a_client_pays_for_each_pass_and_release_before_it_begins(tmp_path, monkeypatch):
+def test_budget_is_recorded_before_each_pass_and_release(tmp_path, monkeypatch):
     client, seen = opened(private("felo"), tmp_path), []
 
     def step(self, *args):
@@ -416,7 +414,7 @@ def test_a_client_pays_for_each_pass_and_release_before_it_begins(tmp_path, monk
     assert (one.run, one.round, one.method, one.client) == ("run", 1, "felo", "client-1")
 
 
-def test_a_run_that_is_spent_gives_nothing_more_and_is_not_to_blame(tmp_path):
+def test_exhausted_run_releases_nothing(tmp_path):
     config = private("felo", clients=2, rounds=1)
     client = opened(config, tmp_path)
     replied(client, 1, Knowledge())
@@ -459,7 +457,7 @@ def test_a_sites_budget_lasts_for_all_runs(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["felo", "fedavg"])
-def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
+def test_exhausted_budget_of_a_site_raises(method, tmp_path):
     """The reply mentions the budget, so the server does not treat it as a failure."""
     config = private(method)
     earlier = opened(config, tmp_path)
@@ -474,7 +472,7 @@ def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
     assert "this site's limit is epsilon = 8" in said["error"]
 
 
-def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
+def test_remaining_budget_covers_class_sums(tmp_path):
     """Most of the budget is consumed; class sums get a fraction of the remainder."""
     settings, plan = private("felo").run.privacy, Plan(100, (Passes(1, 20, 1),), 1, 2)
     spent = (Release(2.0, 1.0, 5),)
@@ -484,7 +482,7 @@ def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
     assert epsilon_of(total, settings.delta) <= budget
 
 
-def test_a_private_site_says_nothing_of_what_it_cannot_read(tmp_path, monkeypatch, caplog):
+def test_private_site_reveals_nothing_about_unreadable_data(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
     lines = ["text,label", *(f"some words,{k % 2}" for k in range(60)), "a letter,John Smith"]
     (tmp_path / "train.csv").write_text("\n".join(lines))
@@ -500,25 +498,25 @@ def test_a_private_site_says_nothing_of_what_it_cannot_read(tmp_path, monkeypatc
     assert "John Smith" in caplog.text
 
 
-def test_a_private_client_trains_for_no_newcomers_scores(tmp_path):
+def test_private_client_does_not_train_for_held_out_scores(tmp_path):
     client = opened(private("fedavg"), tmp_path)
     message = encode(Envelope("run", "fedavg", 1, "server"), weights_for(client))
     _, _, said = client.evaluate(message, {"unseen": True})
     assert not any("unseen" in name for name in said)
 
 
-def test_a_loss_that_is_not_finite_is_no_answer_of_one_sample(tmp_path):
+def test_nonfinite_loss_does_not_reveal_a_sample(tmp_path):
     client = opened(private("fedavg"), tmp_path)
     client.samples.own.x[0] = 3e38
     reply = replied(client, 1, weights_for(client))
     assert all(np.isfinite(value).all() for value in reply.tensors.values())
 
 
-def test_a_site_that_asks_for_privacy_refuses_a_run_without():
+def test_private_site_rejects_a_run_without_privacy():
     own = {"privacy": "epsilon=8", "data": "npz:/srv/data", "name": "site-a"}
     site = build(NodeSettings, own, prefix="node-config ")
     assert site.budget() == Budget(8.0, 1e-5)
-    with pytest.raises(SettingsError, match="this site requires differential privacy"):
+    with pytest.raises(SettingsError, match="privacy"):
         within_limits(resolve({**SMALL, "method": "felo"}), site)
     within_limits(private("felo"), site)
 
@@ -526,13 +524,13 @@ def test_a_site_that_asks_for_privacy_refuses_a_run_without():
 @pytest.mark.parametrize(
     "text", ["8", "epsilon=x", "epsilon=8 beta=1", "delta=1e-5", "epsilon=0", "epsilon=8 delta=1"]
 )
-def test_a_budget_that_cannot_be_read_is_refused(text):
-    with pytest.raises(SettingsError, match="such as 'epsilon=8 delta=1e-5'"):
+def test_invalid_budget_raises(text):
+    with pytest.raises(SettingsError, match="epsilon=8 delta=1e-5"):
         Budget.from_text(text)
 
 
-def test_a_delta_that_means_nothing_is_refused(tmp_path):
-    with pytest.raises(PrivacyError, match=r"'privacy.delta' must be below 1 / samples"):
+def test_too_large_delta_raises(tmp_path):
+    with pytest.raises(PrivacyError, match=r"'privacy\.delta'"):
         opened(private("felo", **{"privacy.delta": 0.05, "privacy.epsilon": 8.0}), tmp_path)
 
 
@@ -553,7 +551,7 @@ def test_no_key_of_the_noise_is_stored_or_sent(tmp_path, monkeypatch):
         assert not any(key in content or key.hex().encode() in content for key in keys)
 
 
-def test_a_second_answer_is_the_first_one(tmp_path):
+def test_repeated_reply_is_identical(tmp_path):
     client = opened(private("felo"), tmp_path)
     first = replied(client, 1, Knowledge())
     paid = entries(tmp_path)
@@ -563,7 +561,7 @@ def test_a_second_answer_is_the_first_one(tmp_path):
     assert entries(tmp_path) == paid
 
 
-def test_after_the_server_went_back_a_second_answer_is_the_first_one_too(tmp_path):
+def test_repeated_reply_is_identical_after_a_rollback(tmp_path):
     client = opened(private("felo", rounds=10), tmp_path)
     for number in range(1, 8):
         replied(client, number, Knowledge())
@@ -574,7 +572,7 @@ def test_after_the_server_went_back_a_second_answer_is_the_first_one_too(tmp_pat
     assert entries(tmp_path) == paid
 
 
-def test_a_resumed_run_pays_once_for_each_round(tmp_path):
+def test_resumed_run_records_each_round_once(tmp_path):
     config = private("felo", clients=2, rounds=3)
     run(private("felo", clients=2, rounds=3), tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -623,7 +621,7 @@ PLACES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", PLACES)
-def test_a_client_that_is_killed_has_paid_for_all_that_has_begun(when, tmp_path):
+def test_killed_client_has_recorded_all_started_releases(when, tmp_path):
     """The client is killed, called again, and replies; both attempts consume budget."""
     script = KILLED.format(
         tests=str(Path(__file__).parent), place=PLACES[when], state=str(tmp_path)
@@ -648,7 +646,7 @@ def entry(**changes):
     return {"run": "r", "round": 1, "method": "felo", "client": "a", "data": "d", **changes}
 
 
-def test_a_line_that_was_not_finished_paid_for_nothing_and_is_cut_off(tmp_path):
+def test_incomplete_line_is_removed(tmp_path):
     ledger = Ledger(tmp_path, "a")
     ledger.charge([Release(1.0)], lambda past: None, **entry())
     whole = ledger.path.read_bytes()
@@ -658,40 +656,38 @@ def test_a_line_that_was_not_finished_paid_for_nothing_and_is_cut_off(tmp_path):
     assert [e.release for e in ledger.entries()] == [Release(1.0), Release(2.0, 0.5, 3)]
 
 
-def test_a_line_for_which_the_disk_has_no_room_is_not_begun(tmp_path):
+def test_line_is_not_started_on_a_full_disk(tmp_path):
     ledger = Ledger(tmp_path, "a")
     ledger.charge([Release(1.0)], lambda past: None, **entry())
     whole = ledger.path.read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, before[1]))
     try:
-        with pytest.raises(
-            StateError, match=r"a.jsonl: cannot write the file \(the disk is full\)"
-        ):
+        with pytest.raises(StateError, match=r"a\.jsonl: .*disk is full"):
             ledger.charge([Release(2.0)], lambda past: None, **entry(round=2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ledger.path.read_bytes() == whole
 
 
-def test_a_ledger_that_is_too_large_to_be_read_whole_releases_nothing_more(tmp_path, monkeypatch):
+def test_oversized_ledger_releases_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("fedhet.privacy.ledger.MAX_BYTES", 1000)
     ledger = Ledger(tmp_path, "a")
     while not ledger.path.exists() or ledger.path.stat().st_size <= 1000:
         ledger.charge([Release(1.0)], lambda past: None, **entry())
-    with pytest.raises(StateError, match="must be at most 1000 bytes"):
+    with pytest.raises(StateError, match="1000 bytes"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
-    with pytest.raises(StateError, match="must be at most 1000 bytes"):
+    with pytest.raises(StateError, match="1000 bytes"):
         ledger.entries()
 
 
 @pytest.mark.parametrize("line", ["", "nothing", '{"at": "x"}', '{"noise": -1}'])
-def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
+def test_damaged_ledger_releases_nothing(tmp_path, line):
     ledger = Ledger(tmp_path, "a")
     ledger.charge([Release(1.0)], lambda past: None, **entry())
     text = ledger.path.read_text()
     ledger.path.write_text(f"{line}\n{text}")
-    with pytest.raises(StateError, match="line 1 is damaged; the consumed budget is unknown"):
+    with pytest.raises(StateError, match="line 1"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
     assert ledger.path.read_text() == f"{line}\n{text}"
 
@@ -704,7 +700,7 @@ def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
     + [('"count":1', f'"count":{value}') for value in ("0", "-3", "9" * 400)]
     + [('"source":"AES-256-CTR"', '"source":""'), (',"source":"AES-256-CTR"', "")],
 )  # fmt: skip
-def test_an_entry_that_no_accountant_takes_has_infinite_epsilon(tmp_path, call, old, new):
+def test_invalid_entry_has_infinite_epsilon(tmp_path, call, old, new):
     """Such an entry must not hide any consumption, alone or among other entries."""
     ledger = Ledger(tmp_path, "a")
     ledger.charge([Release(4.0)], lambda past: None, **entry())
@@ -725,7 +721,7 @@ def test_an_entry_that_no_accountant_takes_has_infinite_epsilon(tmp_path, call, 
 
 
 @pytest.mark.parametrize("limit", [{}, {"privacy": "epsilon=8 delta=1e-5"}])
-def test_a_run_that_was_begun_by_an_earlier_version_releases_nothing_more(tmp_path, limit):
+def test_run_of_an_earlier_version_releases_nothing(tmp_path, limit):
     client = opened(private("felo", **{"privacy.noise-multiplier": 1.0}), tmp_path, **limit)
     replied(opened(private("felo", **{"privacy.noise-multiplier": 1.0}), tmp_path), 1, Knowledge())
     path = Ledger(tmp_path, "client-1").path
@@ -738,7 +734,7 @@ def test_a_run_that_was_begun_by_an_earlier_version_releases_nothing_more(tmp_pa
     assert path.read_text() == before
 
 
-def test_what_is_refused_is_not_written(tmp_path):
+def test_rejected_entries_are_not_written(tmp_path):
     ledger = Ledger(tmp_path, "a")
 
     def refuse(past):
@@ -749,7 +745,7 @@ def test_what_is_refused_is_not_written(tmp_path):
     assert ledger.entries() == []
 
 
-def test_a_ledger_is_its_owners_alone_and_no_link(tmp_path):
+def test_ledger_is_private_and_no_symlink(tmp_path):
     ledger = Ledger(tmp_path, "a")
     ledger.charge([Release(1.0)], lambda past: None, **entry())
     assert ledger.path.stat().st_mode & 0o077 == 0
@@ -758,7 +754,7 @@ def test_a_ledger_is_its_owners_alone_and_no_link(tmp_path):
         Ledger(tmp_path, "b").charge([Release(1.0)], lambda past: None, **entry())
 
 
-def test_the_digest_names_samples_whatever_their_order():
+def test_digest_does_not_depend_on_the_order_of_samples():
     x, y = torch.randn(9, 1, 4, 4), torch.arange(9) % 3
     order = torch.randperm(9)
     assert digest_of(x, y) == digest_of(x[order], y[order])
@@ -766,7 +762,7 @@ def test_the_digest_names_samples_whatever_their_order():
     assert digest_of(x, y) != digest_of(x[:8], y[:8])
 
 
-def test_the_command_shows_what_was_spent_by_which_run(tmp_path, call):
+def test_command_shows_consumption_by_run(tmp_path, call):
     for name, number in (("one", 1), ("one", 2), ("two", 1)):
         about = entry(run=name, round=number)
         Ledger(tmp_path, "a").charge([Release(4.0)], lambda past: None, **about)
@@ -818,7 +814,7 @@ def test_a_simulated_client_records_no_run_without_privacy(tmp_path):
     assert entries(tmp_path) == []
 
 
-def test_a_private_run_says_that_runs_without_privacy_came_before_it(tmp_path, caplog, call):
+def test_private_run_notes_earlier_runs_without_privacy(tmp_path, caplog, call):
     replied(at_site(open_config(), tmp_path), 1, Knowledge())
     for number in (1, 2):
         client = at_site(private("felo", clients=2, **CHEAP), tmp_path)
@@ -897,7 +893,7 @@ def test_copies_of_a_ledger_are_merged_without_losing_or_doubling_an_entry(tmp_p
     assert ledger.path.stat().st_mode & 0o077 == 0
 
 
-def test_what_is_no_copy_of_the_ledger_is_not_merged(tmp_path, call):
+def test_foreign_ledger_is_not_merged(tmp_path, call):
     ledger, other = Ledger(tmp_path, "a"), Ledger(tmp_path, "b")
     ledger.charge([Release(4.0)], lambda past: None, **entry())
     other.charge([Release(4.0)], lambda past: None, **entry(client="b"))
@@ -919,9 +915,9 @@ def test_what_is_no_copy_of_the_ledger_is_not_merged(tmp_path, call):
 
 
 @pytest.mark.parametrize("method", sorted(set(shipped_names()) - set(SUPPORTED)))
-def test_a_method_that_cannot_be_private_says_why(method):
+def test_unsupported_method_raises_with_the_reason(method):
     reason = find_method(method).spec.privacy.unsupported
-    with pytest.raises(SettingsError, match=rf"unsupported by {method} \({reason[:20]}"):
+    with pytest.raises(SettingsError, match=rf"{method} \({reason[:20]}"):
         resolve({"method": method, "privacy.epsilon": 8.0})
 
 
@@ -945,12 +941,12 @@ def test_a_method_that_cannot_be_private_says_why(method):
         ("fedmd", {"models": ["sk-tree"]}, "a neural network"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(method, changes, said):
+def test_unsupported_setting_raises_with_an_alternative(method, changes, said):
     with pytest.raises(SettingsError, match=said):
         private(method, **changes)
 
 
-def test_one_switch_chooses_models_that_fit():
+def test_private_default_models_are_supported():
     config = resolve({"method": "felo", "privacy.epsilon": 8.0})
     assert config.run.models.pool[:3] == ("cnn2-gn", "cnn3-gn", "mlp")
     assert config.run.engine.precision == "float32"
@@ -963,13 +959,13 @@ def test_one_switch_chooses_models_that_fit():
     )
 
 
-def test_a_model_of_ones_own_with_a_layer_that_does_not_fit_is_refused():
+def test_custom_model_with_an_unsupported_layer_raises():
     class Attentive(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = nn.MultiheadAttention(4, 1)
 
-    with pytest.raises(Exception, match="cannot be trained with DP-SGD"):
+    with pytest.raises(Exception, match="DP-SGD"):
         sgd.check_supports_dp(Attentive())
 
 
@@ -982,9 +978,7 @@ def test_a_model_of_ones_own_with_a_layer_that_does_not_fit_is_refused():
         ("mixing_model:made", "image", (1, 8, 8)),
     ],
 )
-def test_a_model_that_cannot_be_private_is_refused_before_a_run(
-    name, kind, shape, tmp_path, monkeypatch
-):
+def test_unsupported_model_raises_before_a_run(name, kind, shape, tmp_path, monkeypatch):
     (tmp_path / "mixing_model.py").write_text(
         "from torch import nn\n\n\nclass Mixing(nn.Flatten):\n    def forward(self, x):\n"
         "        return super().forward(x) - x.flatten(1).mean(0)\n\n\n"
@@ -1000,7 +994,7 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
         check_trainable(config, dataset)
 
 
-def test_a_run_says_what_it_costs_before_it_starts():
+def test_run_prints_its_epsilon_before_it_starts():
     assert private("felo", rounds=20).run.privacy.describe_budget(20) == (
         "20 rounds consume at most ε = 8 at δ = 1e-05 per client"
     )

@@ -53,11 +53,11 @@ def fitted(name, x, y):
 def test_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, method):
     server, mean = Server(on_diabetes(method, **{f"{method}.sample": 40}), tmp_path), None
     for number in (1, 2, 3):
-        asked = server.ask(number)
-        answers, told = server.answers(asked), instruction_of(asked[0]).tensors
+        instructions = server.ask(number)
+        replies, told = server.answers(instructions), instruction_of(instructions[0]).tensors
         if mean is not None:
             np.testing.assert_allclose(told["logits"], mean, rtol=1e-5, atol=1e-6)
-        for proxy, result in answers:
+        for proxy, result in replies:
             client, logits = client_of(proxy), reply_of(result).tensors["logits"]
             assert logits.shape == (40, 1)
             if client.info.model == "mlp":
@@ -70,15 +70,15 @@ def test_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, met
             predict = fitted(client.info.model, x, y)
             expected = predict(public.x.numpy()[told["asked"]])
             np.testing.assert_allclose(logits[:, 0], expected, rtol=1e-3, atol=1e-4)
-        mean = np.mean([reply_of(result).tensors["logits"] for _, result in answers], 0)
-        server.flower.aggregate_fit(number, answers, [])
+        mean = np.mean([reply_of(result).tensors["logits"] for _, result in replies], 0)
+        server.flower.aggregate_fit(number, replies, [])
 
 
 def test_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(tmp_path):
     server = Server(on_diabetes("fedgems", **{"fedgems.epsilon": 0.75}), tmp_path)
     server.play(1)
-    asked = server.ask(2)
-    for proxy, result in server.answers(asked):
+    instructions = server.ask(2)
+    for proxy, result in server.answers(instructions):
         client, logits = client_of(proxy), reply_of(result).tensors["logits"]
         if client.info.model == "mlp":
             continue
@@ -86,7 +86,7 @@ def test_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(tmp
         target = 0.75 * public.y.numpy() + 0.25 * teacher
         assert np.abs(target - public.y.numpy()).max() > 0.1
         x, y = np.r_[client.x, public.x], np.r_[client.y, target]
-        wanted = instruction_of(asked[0]).tensors.get("wanted")
+        wanted = instruction_of(instructions[0]).tensors.get("wanted")
         rows = slice(None) if wanted is None else np.flatnonzero(
             np.unpackbits(wanted, count=len(public))
         )  # fmt: skip

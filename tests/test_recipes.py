@@ -71,7 +71,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("case", SCHEDULES)
-def test_a_rounds_factor_is_that_of_torchs_scheduler(case):
+def test_learning_rate_factor_equals_the_torch_scheduler(case):
     settings, make = SCHEDULES[case]
     settings = TrainingSettings(**settings)
     found = [rate_factor(settings, number, 20) for number in range(1, 21)]
@@ -84,7 +84,7 @@ def test_the_default_is_a_factor_of_exactly_one():
 
 
 @pytest.mark.parametrize("patience", [0, 2])
-def test_a_plateau_is_torchs(patience):
+def test_plateau_equals_torch(patience):
     values = np.random.default_rng(patience).uniform(0.5, 1, 40).tolist()
     values += [0.4, 0.4 * (1 - 1e-5)]
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -148,7 +148,7 @@ def test_a_gradients_norm_is_bounded(clip):
     torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_adamw_is_torchs():
+def test_adamw_equals_torch():
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     other.load_state_dict(model.state_dict())
     settings = TrainingSettings(optimizer="adamw", lr=0.1, weight_decay=0.5)
@@ -186,7 +186,7 @@ def all_shifts(image, reach, pad):
     ("reflect", "pad"),
     [(False, {"mode": "constant", "constant_values": -1.0}), (True, {"mode": "reflect"})],
 )
-def test_each_image_is_shifted_by_a_draw_of_its_own(reflect, pad):
+def test_each_image_has_its_own_shift(reflect, pad):
     x = images(300, 3, 16, 17)
     shifted = changes.shift(x, draws(), reflect=reflect)
     found = [
@@ -214,7 +214,7 @@ NAMES = (
 
 @pytest.mark.parametrize("number", range(23))
 @pytest.mark.parametrize("shape", [(3, 32, 24), (1, 8, 8)])
-def test_the_operations_are_those_of_torchvisions_randaugment(number, shape):
+def test_operations_equal_torchvision_randaugment(number, shape):
     name = NAMES[number % 14]
     magnitudes, signed = v2.RandAugment._AUGMENTATION_SPACE[name]
     assert signed == (number % 14 < 9)
@@ -261,7 +261,7 @@ def test_erased_is_one_rectangle_of_a_fiftieth_to_a_fifth():
 
 
 @pytest.mark.parametrize("name", ["crop", "flip", "crop-flip", "randaugment"])
-def test_an_augmentation_draws_from_its_generator_alone(name):
+def test_augmentation_draws_only_from_its_generator(name):
     change, x = augmentation(name, IMAGE, (3, 8, 8)), images(9, 3, 8, 8)
     state = torch.get_rng_state()
     assert torch.equal(change(x, draws(1)), change(x, draws(1)))
@@ -269,20 +269,20 @@ def test_an_augmentation_draws_from_its_generator_alone(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_none_is_none_and_a_table_is_refused():
+def test_augmentation_of_a_table_raises():
     assert augmentation("none", TABLE, (30,)) is None
-    with pytest.raises(DataError, match=r"training.augment = 'crop' supports images .* \[30\]"):
+    with pytest.raises(DataError, match=r"training\.augment = 'crop'.*\[30\]"):
         augmentation("crop", TABLE, (30,))
 
 
-def test_a_table_is_refused_before_the_run(tmp_path):
+def test_augmentation_of_a_table_raises_before_the_run(tmp_path):
     config = small("local", dataset="breast-cancer", models="mlp", augment="flip")
-    with pytest.raises(DataError, match=r"training.augment = 'flip' supports images"):
+    with pytest.raises(DataError, match=r"training\.augment = 'flip'"):
         run(config, tmp_path / "run")
 
 
-def test_fixmatch_augments_by_itself_and_refuses_another():
-    with pytest.raises(SettingsError, match=r"expected none with 'training.semi' = 'fixmatch'"):
+def test_augmentation_with_fixmatch_raises():
+    with pytest.raises(SettingsError, match=r"'training\.semi' = 'fixmatch'"):
         small("fedavg", augment="crop", semi="fixmatch")
 
 
@@ -327,7 +327,7 @@ def test_a_client_augments_by_its_own_draws_of_the_round(tmp_path):
             assert torch.equal(image[:, row : row + 8, column : column + 8], after)
 
 
-def test_the_order_of_the_clients_changes_nothing(tmp_path):
+def test_order_of_clients_does_not_matter(tmp_path):
     config = small("felo", augment="randaugment", keep_optimizer=True, schedule="cosine")
     found = []
     for step in (1, -1):
@@ -357,7 +357,7 @@ def uninterrupted(client, config, rounds):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_kept_optimizer_is_one_that_never_ended(tmp_path, keep):
+def test_kept_optimizer_equals_uninterrupted_training(tmp_path, keep):
     """The client stays open, or is read from disk."""
     config = small("local", clients=2, models="mlp", keep_optimizer=keep)
     server = Server(config, tmp_path / "run")
@@ -376,7 +376,7 @@ def test_a_kept_optimizer_is_one_that_never_ended(tmp_path, keep):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_an_optimizers_state_comes_back_in_the_parameters_layout(optimizer):
+def test_optimizer_state_keeps_the_layout_of_parameters(optimizer):
     def model():
         return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
@@ -399,7 +399,7 @@ def test_an_optimizers_state_comes_back_in_the_parameters_layout(optimizer):
 
 
 @pytest.mark.parametrize("other", [nn.Linear(3, 5), nn.Sequential(nn.Linear(3, 2))])
-def test_a_state_that_does_not_fit_is_not_taken_over(other):
+def test_unsuitable_optimizer_state_is_ignored(other):
     one = nn.Linear(3, 2)
     first = optimization_for(one.parameters(), TrainingSettings(), CPU)
     first.step(one(torch.ones(4, 3)).sum())
@@ -408,7 +408,7 @@ def test_a_state_that_does_not_fit_is_not_taken_over(other):
     assert not again.optimizer.state
 
 
-def test_of_fedtypes_two_models_the_private_ones_state_is_kept(tmp_path):
+def test_fedtype_keeps_the_optimizer_of_the_private_model(tmp_path):
     server = Server(small("fedtype", keep_optimizer=True, models="mlp"), tmp_path / "run")
     (proxy, ins), *_ = server.ask(1)
     proxy.fit(ins, None, 1)
@@ -424,7 +424,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_resumed_run_knows_its_optimizers_and_its_plateau(tmp_path, method):
+def test_resumed_run_restores_optimizers_and_plateau(tmp_path, method):
     changes = {"models": "mlp", "max_samples": 200, "lr": 0.03, "keep_optimizer": True}
     config = small(method, rounds=4, fraction=0.75, **changes, **RECIPES[method])
     cut_and_resumed(config, tmp_path, moment="after")
@@ -465,7 +465,7 @@ def assigned(**changes):
     return [training_of(run, client) for client in range(run.clients)]
 
 
-def test_one_value_is_everyones():
+def test_single_value_applies_to_all_clients():
     assert assigned() == [small("local").run.training] * 4
     assert type(assigned(lr=1)[0].lr) is float
 
@@ -491,7 +491,7 @@ def test_every_combination_has_one_client(models, optimizers, rates):
         assert max(counts) - min(counts) <= 1
 
 
-def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
+def test_shuffled_values_have_an_independent_order_per_setting():
     pools = {"lr": [0.1, 0.01], "optimizer": ["adam", "sgd"], "batch_size": [8, 16, 32]}
     found = assigned(clients=12, assignment="shuffle", **pools)
     assert Counter(t.lr for t in found) == {0.1: 6, 0.01: 6}
@@ -525,7 +525,7 @@ def test_each_value_is_checked(name, value, rule):
     assert "\n" not in str(caught.value)
 
 
-def test_a_pool_comes_back_from_a_file(tmp_path):
+def test_pool_round_trips_through_a_file(tmp_path):
     config = resolve({"training.lr": [0.1, 1e-3], "training.local-epochs": [1, 2]})
     assert config.flat()["training.lr"] == [0.1, 0.001]
     assert resolve(config.flat()) == config
@@ -555,16 +555,14 @@ def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp
     }
 
 
-def test_a_nodes_own_settings_go_before_the_runs():
+def test_node_settings_precede_run_settings():
     run = small("local", lr=[0.5, 0.25]).run
     own = {"partition-id": 1, "optimizer": "sgd", "local-epochs": 7, "batch-size": 3}
     assert read_node(own, run).training == run.training.model_copy(
         update={"lr": 0.25, "optimizer": "sgd", "local_epochs": 7, "batch_size": 3}
     )
     assert read_node({"partition-id": 0, "lr": 2.0}, run).training.lr == 2.0
-    with pytest.raises(
-        SettingsError, match=r"node-config optimizer': expected one of .*adam, adamw, sgd.*'sdg'"
-    ):
+    with pytest.raises(SettingsError, match=r"node-config optimizer'.*'sdg'"):
         read_node({"partition-id": 0, "optimizer": "sdg"}, run)
 
 
@@ -572,7 +570,7 @@ def test_a_nodes_own_settings_go_before_the_runs():
 
 
 @pytest.mark.parametrize("method", ["local", "fedtype", "cofed"])
-def test_without_test_splits_the_common_set_judges(tmp_path, method):
+def test_common_test_set_is_used_without_test_splits(tmp_path, method):
     no_cap = {"engine.samples-cap": 10.0}
     config = small(method, test_fraction=0.0, models="mlp", max_samples=200, **no_cap)
     summary = run(config, tmp_path / "run", report=True)
@@ -591,8 +589,6 @@ def training_samples(config, directory):
 def test_a_site_without_a_test_set_needs_a_split(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", x=rng.random((20, 4), np.float32), y=np.arange(20) % 2)
-    with pytest.raises(
-        DataError, match=r"no test samples found. Without a common test set, data.test-fraction"
-    ):
+    with pytest.raises(DataError, match=r"data\.test-fraction"):
         site_data(f"npz:{tmp_path}", spec=DataSpec(test_fraction=0.0), classes=2, name="a")
     assert len(site_data(f"npz:{tmp_path}", spec=DataSpec(), classes=2, name="a").test) == 4

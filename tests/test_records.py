@@ -64,7 +64,7 @@ def test_a_record_is_written_field_by_field():
     assert json.loads(record_line(RoundRecord(round=1))) == BARE
 
 
-def test_records_are_read_as_written(tmp_path):
+def test_records_round_trip(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(record_line(RoundRecord(1)) + record_line(filled()))
     records, notes = read_records(path)
@@ -74,7 +74,7 @@ def test_records_are_read_as_written(tmp_path):
     assert "".join(map(record_line, records)) == path.read_text()
 
 
-def test_what_other_versions_write_is_read(tmp_path):
+def test_records_of_other_versions_are_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     score = {**SCORE, "std": None, "median": 1, "per_client": {"a": None, "b": 1}}
     record = {"round": 1, "accuracy": {"own": {"x": score}}, "method": {"n": 1, "why": "?"}, "y": 0}
@@ -88,7 +88,7 @@ def test_what_other_versions_write_is_read(tmp_path):
     assert "truncated" in notes[0]
 
 
-def test_what_is_not_finite_is_written_as_null(tmp_path):
+def test_nonfinite_values_are_written_as_null(tmp_path):
     """A value that is not finite must not end a run."""
     record = RoundRecord(1)
     record.method |= {"share": math.nan, "most": math.inf, "kept": 7.0}
@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_written_as_null(tmp_path):
 
 
 @pytest.mark.parametrize("least", [5e-324, 1e-300, 9e-13])
-def test_no_ratio_to_an_accuracy_that_no_test_set_gives(least):
+def test_ratio_to_a_missing_accuracy_is_undefined(least):
     kinds = {"private": {"a": 1.0, "b": 0.5}, "local": {"a": least, "b": 0.25}}
     assert relative({"common": kinds})["common"].per_client == {"b": 2.0}
 
@@ -127,7 +127,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("case", TAMPERED)
-def test_a_tampered_record_costs_one_line(tmp_path, case):
+def test_tampered_record_raises(tmp_path, case):
     path = tmp_path / "metrics.jsonl"
     path.write_text(TAMPERED[case] + '\n{"round": 2}\n')
     with pytest.raises(StateError, match=r"metrics\.jsonl: line 1: ") as caught:
@@ -136,7 +136,7 @@ def test_a_tampered_record_costs_one_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("change", ["deep", "seed", "bytes", "mean"])
-def test_a_tampered_summary_costs_one_line(tmp_path, change):
+def test_tampered_summary_raises(tmp_path, change):
     path = tmp_path / "summary.json"
     sound = {"method": "felo", "dataset": "digits", "seed": 1, "rounds": 3}
     changes = {
@@ -150,7 +150,7 @@ def test_a_tampered_summary_costs_one_line(tmp_path, change):
         read_if_exists(path, Summary)
 
 
-def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
+def test_tampered_partition_or_run_name_raises(tmp_path):
     path = tmp_path / "partition.json"
     for text in (DEEP, '{"classes": ["a"], "counts": {"c": [1' + "0" * 30 + "]}}"):
         path.write_text(text)
@@ -213,7 +213,7 @@ def test_a_summary_is_written_field_by_field(tmp_path):
     assert read_if_exists(tmp_path / "none.json", Summary) is None
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path):
+def test_invalid_line_raises(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"round": 1}\n{"round": 2, "bytes_up": "many"}\n')
     with pytest.raises(StateError, match=r"metrics\.jsonl: line 2: bytes_up: "):
@@ -259,7 +259,7 @@ def test_the_tail_is_the_mean_of_the_last_fifth(rounds, evaluated, expected):
         assert math.isnan(found.mean)
 
 
-def test_a_tail_is_of_one_protocol_and_kind_and_of_numbers():
+def test_tail_needs_one_protocol_and_kind_and_numbers():
     records = rounds_of(dict.fromkeys(range(1, 11), 0.5))
     records[8].accuracy["common"]["private"] = spread({"a": math.nan})
     records[8].accuracy["common"]["proxy"] = spread({"a": 0.75})

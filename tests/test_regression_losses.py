@@ -90,7 +90,7 @@ def by_sample(loss, outputs, targets):
 
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_is_its_formula(loss, columns):
+def test_each_loss_equals_its_formula(loss, columns):
     generator, task = torch.Generator().manual_seed(0), LOSSES[loss]
     targets = torch.randn(30, columns, generator=generator)
     outputs = torch.randn(30, task.outputs(columns), generator=generator)
@@ -99,7 +99,7 @@ def test_each_loss_is_its_formula(loss, columns):
     assert task.loss()(outputs, targets).item() == pytest.approx(expected.mean(), rel=1e-5)
 
 
-def test_the_quantile_loss_is_that_of_scikit_learn():
+def test_quantile_loss_equals_scikit_learn():
     rng = np.random.default_rng(0)
     targets, outputs = rng.normal(size=(40, 2)), rng.normal(size=(40, 2, len(LEVELS)))
     expected = np.mean([
@@ -133,7 +133,7 @@ def test_a_student_learns_every_quantile_of_its_teacher(reduction):
     assert student.grad.abs().min() > 0
 
 
-def test_the_divergence_of_gaussian_quantiles_is_their_wasserstein_distance():
+def test_divergence_of_gaussian_quantiles_equals_the_wasserstein_distance():
     """W_2^2(N(m, s), N(n, t)) = (m - n)^2 + (s - t)^2, approximated by many quantiles."""
     levels = np.linspace(0.0005, 0.9995, 1000)
     one, other = (torch.tensor(norm.ppf(levels, m, s))[None] for m, s in ((1.0, 2.0), (4.0, 1.0)))
@@ -246,7 +246,7 @@ def test_a_model_without_finite_quantiles_has_a_huge_error_and_is_accepted():
     assert score.metrics == {"rmse": pytest.approx(1e15), "coverage": 0.0}
 
 
-def test_the_scores_of_each_target_are_those_of_scikit_learn():
+def test_scores_of_each_target_equal_scikit_learn():
     rng = np.random.default_rng(0)
     truth = rng.normal(50, [1, 20, 300], (40, 3))
     predicted = truth + rng.normal(3, 5, truth.shape)
@@ -420,7 +420,7 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
         {**named, "quantiles": [0.5, 1.0]},
         {**named, "quantiles": [0.5, float("nan")]},
     ):
-        with pytest.raises(ValueError, match="loss_name: expected one of squared, huber"):
+        with pytest.raises(ValueError, match=r"loss_name.*squared, huber"):
             task_of({**old, **wrong})
     for wrong in (
         {"means": ["a"]}, {"means": [float("nan")]}, {"deviations": []}, {"deviations": [0.0]},
@@ -429,7 +429,7 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
         with pytest.raises(ValueError, match=r"expected (finite|a positive|one of auto)"):
             task_of({**old, **wrong})
     for wrong in ("regression", 3, None):
-        with pytest.raises(ValueError, match="expected the fields of a task, got"):
+        with pytest.raises(ValueError, match="fields"):
             task_of(wrong)
     for wrong in ({**named, "quantiles": ["0.5"]}, {"lost_name": "huber"}):
         with pytest.raises(ValueError, match=r"not supported between|unexpected keyword"):
@@ -487,12 +487,12 @@ def test_a_private_site_learns_the_loss_of_the_run_and_not_of_its_declaration(
         close_clients()
 
 
-def test_a_server_accepts_the_scores_of_its_targets_alone():
+def test_server_accepts_only_scores_of_its_targets():
     names = measured_names(("rmse",), 2)
     sent = {f"{name}.personal.private": 1.0 for name in names}
     times = {"seconds.train": 0.0, "seconds.evaluate": 0.0, "memory": 0.0}
     assert len(read_measures("a", sent | times, ["private"], names).scores) == 3
-    with pytest.raises(KnowledgeError, match="not a metric"):
+    with pytest.raises(KnowledgeError, match="metric"):
         read_measures("a", {**sent, **times, "rmse.2.personal.private": 1.0}, ["private"], names)
     assert measured_names(("rmse", "coverage"), 1) == ["rmse", "coverage"]
 
@@ -506,7 +506,7 @@ def test_the_codec_expects_one_score_per_target_and_not_per_quantile(tmp_path):
     assert "coverage.personal.private" in result.metrics
     codec.decode(client, result)
     result.metrics["rmse.1.personal.private"] = 1.0
-    with pytest.raises(KnowledgeError, match="not a metric"):
+    with pytest.raises(KnowledgeError, match="metric"):
         codec.decode(client, result)
 
 
@@ -584,7 +584,7 @@ def built(name, targets=2):
     return models.build_any(name, (4,), targets, seed=0, task=Regression())
 
 
-def test_regressors_are_those_of_scikit_learn():
+def test_regressors_equal_scikit_learn():
     x, y = numbers()
     flat = x.numpy()
     z = StandardScaler().fit_transform(flat)
@@ -623,7 +623,7 @@ def test_regressors_are_those_of_scikit_learn():
         assert ((model(x) + y) ** 2).mean() < ((model(x) - y) ** 2).mean()
 
 
-def test_clients_alone_fit_regressors_and_predict_after_the_run(tmp_path):
+def test_only_clients_fit_regressors(tmp_path):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.csv", slice(0, 300))
     write(tmp_path / "data" / "test.csv", slice(300, None))
@@ -648,7 +648,7 @@ def test_clients_alone_fit_regressors_and_predict_after_the_run(tmp_path):
         assert client.scores()["common"]["rmse"] == score
         found = client.predict(torch.from_numpy(x[300:]))
         np.testing.assert_allclose(found.values[:, 0], predicted, rtol=1e-3)
-        with pytest.raises(ModelError, match="cannot export"):
+        with pytest.raises(ModelError, match="export"):
             export(client, "pt2", tmp_path / "m.pt2")
 
 
@@ -684,16 +684,14 @@ def test_a_custom_regressor_learns_each_target(tmp_path, monkeypatch):
     np.testing.assert_allclose(model(x), expected, rtol=1e-4, atol=1e-4)
     wrong = built("own_regressor:short")
     wrong.fit(x, y)
-    with pytest.raises(ModelError, match="own_regressor:short' cannot predict"):
+    with pytest.raises(ModelError, match="own_regressor:short"):
         wrong(x)
     task = Regression(loss_name="absolute")
-    with pytest.raises(
-        ModelError, match="this method or loss does not support models without gradients"
-    ):
+    with pytest.raises(ModelError, match="gradients"):
         models.build_any("own_regressor:linear", (4,), 2, seed=0, task=task)
     changes = {"models.pool": ["own_regressor:linear"], "data.loss": "absolute"}
     config = on_table("local", write(tmp_path / "a.csv"), **changes)
-    with pytest.raises(ModelError, match="this method or loss does not support models without"):
+    with pytest.raises(ModelError, match="gradients"):
         check(config)
 
 

@@ -7,7 +7,7 @@ import time
 from fedhet.runs import progress
 
 
-def test_calls_that_take_long_are_rare(monkeypatch):
+def test_slow_calls_are_throttled(monkeypatch):
     """CPU time counts, not the wall-clock time of a shared machine."""
     share, busy, calls = 0.25, 1.1 * progress.SLOW_CALL, []
     monkeypatch.setattr(progress, "MAX_LOAD", share)
@@ -28,7 +28,7 @@ def test_calls_that_take_long_are_rare(monkeypatch):
     assert min(rests) >= busy / share
 
 
-def test_a_change_is_followed_by_a_call_and_the_end_by_a_last_one():
+def test_every_change_and_the_end_trigger_a_call():
     called = threading.Event()
     count = []
 

@@ -142,11 +142,11 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path):
     left.write_bytes(b"half a reply")
     server.flower.initialize_parameters(server.manager)
     assert not left.exists()
-    answers = server.answers(server.ask(1))
+    results = server.answers(server.ask(1))
     assert {path.name for path in left.parent.iterdir()} == {"client-0", "client-1"}
     server.strategy.aggregate = lambda round, replies: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        server.flower.aggregate_fit(1, answers, [])
+        server.flower.aggregate_fit(1, results, [])
     assert not list(left.parent.iterdir())
 
 
@@ -181,8 +181,8 @@ def memory_of_a_round(method, clients, directory):
     few = {"max_samples": 1000, "min_samples": 1, "max_test_samples": 20}
     config = small(method, clients=clients, models="test_reply_spool:wide", **few, **own)
     server = Server(config, directory)
-    asked = server.ask(1)
-    given = asked[0][0]._proxy.fit(asked[0][1], None, 0)
+    instructions = server.ask(1)
+    given = instructions[0][0]._proxy.fit(instructions[0][1], None, 0)
     envelope, knowledge = decode(parameters_to_ndarrays(given.parameters), "x")
 
     def repeated(self, ins, timeout, group_id):
@@ -196,8 +196,8 @@ def memory_of_a_round(method, clients, directory):
         Counted.alive = Counted.most = 0
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
-        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
-        server.flower.aggregate_fit(1, answers, [])
+        results = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in instructions]
+        server.flower.aggregate_fit(1, results, [])
         peak = tracemalloc.get_traced_memory()[1] - before
         tracemalloc.stop()
     assert len(server.flower.state.record.answered) == clients

@@ -28,6 +28,7 @@ from fedhet.base.errors import StateError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.methods.registry import method_names
+from fedhet.methods.spec import COMMON_METRICS
 from fedhet.report import load_run
 from fedhet.runs.directory import delete_models, read_run_name
 from fedhet.runs.log import RunLog
@@ -44,7 +45,16 @@ def whole(request, tmp_path_factory):
     config = small(request.param, rounds=4, fraction=0.75)
     directory = tmp_path_factory.mktemp(request.param) / "whole"
     run(config, directory)
+    assert_metrics_are_declared(config, directory)
     return config, directory
+
+
+def assert_metrics_are_declared(config, directory):
+    """Check that a method declares a title for each metric in its records."""
+    found = {name for record in records(directory) for name in record["method"]}
+    by_class = {name for name in found if name.startswith("class_") and name[6:].isdecimal()}
+    assert found - by_class <= {*config.method.spec.metrics, *COMMON_METRICS}
+    assert found or not config.method.spec.metrics
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -96,10 +106,13 @@ def test_last_two_checkpoints_are_kept(whole):
 
 
 def cut_short(whole, directory, after=3):
-    """Return the directory of a run that ended after `after` of four rounds."""
-    config, _ = whole
-    with pytest.raises(CutError):
-        run(config, directory, [CutOff(after + 1, "before")])
+    """Write the directory of a run that ended after `after` of four rounds; return its settings."""
+    config, trained = whole
+    kept = trained.parent / f"cut-{after}"
+    if not kept.exists():
+        with pytest.raises(CutError):
+            run(config, kept, [CutOff(after + 1, "before")])
+    shutil.copytree(kept, directory)
     return config
 
 
@@ -304,7 +317,9 @@ def test_resume_without_a_run_starts_one(tmp_path):
 @pytest.mark.parametrize("method", each(sorted({*method_names()} - {"felo", "fedtype"})))
 def test_every_method_restores_its_checkpoint(method, tmp_path):
     """The tests above cover the excluded methods."""
-    cut_and_resumed(small(method), tmp_path, 2)
+    config = small(method)
+    cut_and_resumed(config, tmp_path, 2)
+    assert_metrics_are_declared(config, tmp_path / "whole")
 
 
 # --- processes that are killed ----------------------------------------------------------------

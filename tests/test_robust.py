@@ -262,7 +262,7 @@ def test_relative_distances_are_those_of_all_tensors_or_of_one(clients, widths, 
 
 
 def test_tensor_changed_by_one_client_has_maximal_distance():
-    """Its typical distance is 0; in a tensor that nobody changes, all distances are 0."""
+    """Its typical distance is 0; in an unchanged tensor, all distances are 0."""
     frozen = np.ones((5, 3))
     frozen[2, 1] = 1.5
     moved, still = mean_squares(frozen), mean_squares(np.ones((5, 3)))

@@ -136,9 +136,9 @@ def test_read_errors_name_the_client(exchange, monkeypatch, error, step):
     assert (caught.value.sender, caught.value.field) == ("a", "reply")
     assert type(error).__name__ in caught.value.fault
     if step == "read_measures":
-        answered = EvaluateRes(Status(Code.OK, ""), 0.0, 1, {})
+        replied = EvaluateRes(Status(Code.OK, ""), 0.0, 1, {})
         with pytest.raises(KnowledgeError):
-            exchange.decode_evaluation(CLIENT, answered, ["private"])
+            exchange.decode_evaluation(CLIENT, replied, ["private"])
 
 
 FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"
@@ -390,10 +390,10 @@ def test_client_that_backs_off_is_not_evaluated(notices):
 
 
 @pytest.mark.parametrize(
-    ("unable", "answered", "back"),
+    ("unable", "replied", "back"),
     [(0, 5, False), (2, 3, False), (3, 2, True), (5, 0, True), (0, 0, False)],
 )
-def test_server_rolls_back_if_most_clients_fail(notices, unable, answered, back):
+def test_server_rolls_back_if_most_clients_fail(notices, unable, replied, back):
     state = RoundState(2, notices.append)
     state.start(1)
     assert state.finalize(["a", "b"]) is False
@@ -404,8 +404,8 @@ def test_server_rolls_back_if_most_clients_fail(notices, unable, answered, back)
             raise KnowledgeError("x", "reply", "training diverged")
     state.drop_client("silent-1", "no answer", "silent")
     state.drop_client("silent-2", "no answer", "silent")
-    assert state.finalize([f"well-{n}" for n in range(answered)]) is back
-    if answered and not back:
+    assert state.finalize([f"well-{n}" for n in range(replied)]) is back
+    if replied and not back:
         assert (state.rollback.good, state.rollback.formed) == (1, 2)
     if back:
         state.record_rollback()

@@ -71,11 +71,13 @@ def test_last_round_is_the_headline(felo):
 
 def test_recorded_bytes_equal_the_payloads(tmp_path):
     server = Server(small(), tmp_path / "run")
-    asked, answers = server.play(1)
+    instructions, replies = server.play(1)
     server.close(1)
     record = records(tmp_path / "run")[0]
-    assert record["bytes_down"] == sum(len(t) for _, i in asked for t in i.parameters.tensors)
-    assert record["bytes_up"] == sum(len(t) for _, a in answers for t in a.parameters.tensors)
+    assert record["bytes_down"] == sum(
+        len(t) for _, i in instructions for t in i.parameters.tensors
+    )
+    assert record["bytes_up"] == sum(len(t) for _, a in replies for t in a.parameters.tensors)
 
 
 def test_same_seed_same_summary(felo, tmp_path):
@@ -104,20 +106,20 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize(("workers", "asked"), [(1, 2), (2, 4), (100, 100)])
-def test_number_of_concurrent_calls_is_limited(tmp_path, workers, asked):
+@pytest.mark.parametrize(("workers", "expected"), [(1, 2), (2, 4), (100, 100)])
+def test_number_of_concurrent_calls_is_limited(tmp_path, workers, expected):
     config = small(clients=100)
     server = components(config, tmp_path / "run", workers=workers, watchers=[]).server
-    assert server.max_workers == asked
+    assert server.max_workers == expected
 
 
 def test_sampling_goes_by_name_and_seed(tmp_path):
     server = Server(small(fraction=0.5), tmp_path / "run")
     members = [member.info for member in server.strategy.members.values()]
     selections = [server.strategy.select(t, members) for t in range(1, 30)]
-    asked = [list(selection.training) for selection in selections]
-    assert all(len(names) == 2 and names == sorted(names) for names in asked)
-    assert {name for names in asked for name in names} == {f"client-{k}" for k in range(4)}
+    sampled = [list(selection.training) for selection in selections]
+    assert all(len(names) == 2 and names == sorted(names) for names in sampled)
+    assert {name for names in sampled for name in names} == {f"client-{k}" for k in range(4)}
     mixed = [members[index] for index in (3, 1, 0, 2)]
     assert selections == [server.strategy.select(t, mixed) for t in range(1, 30)]
     assert not any(selection.assisting for selection in selections)
@@ -184,11 +186,11 @@ def test_invalid_reply_is_dropped_with_name_and_field(tmp_path, changes, signed,
             tensors |= {} if change is None else {name: change(value)}
 
     server = Server(small(), tmp_path / "run")
-    answers = [
+    replies = [
         (proxy, altered(result, edit, **signed) if proxy.name == "client-2" else result)
         for proxy, result in server.answers(server.ask(1))
     ]
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, replies, [])
     server.close(1)
     record = records(tmp_path / "run")[0]
     assert record["failed"].keys() == {"client-2"}
@@ -221,8 +223,8 @@ class Damaging(InlineProxy):
 def test_undecodable_reply_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
-    answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
-    server.flower.aggregate_fit(1, answers, [])
+    replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
+    server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
     assert failed["client-0"].startswith("array 1: not a valid .npy array")
     assert failed["client-1"].startswith("payload: must be at most 0.5 MB, got 1.")
@@ -290,8 +292,8 @@ def test_unshared_weights_are_not_sent(tmp_path):
 
 def test_felo_never_mixes_architectures(tmp_path):
     server = Server(small(), tmp_path / "run")
-    _, answers = server.play(1)
-    sent = {proxy.name: reply_of(result).group("weights") for proxy, result in answers}
+    _, replies = server.play(1)
+    sent = {proxy.name: reply_of(result).group("weights") for proxy, result in replies}
     samples = {name: m.info.samples for name, m in server.strategy.members.items()}
     for proxy, ins in server.ask(2):
         number = int(proxy.name[-1])

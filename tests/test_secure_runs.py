@@ -75,8 +75,8 @@ def check_same_instructions(config, directory):
     for secure in (False, True):
         (folder := directory / f"{secure}").mkdir()
         server = Server(resolve({**config.flat(), "privacy.secure-aggregation": secure}), folder)
-        _, answers = server.play(1)
-        assert all("masked/0" in reply_of(sent).tensors for _, sent in answers) is secure
+        _, replies = server.play(1)
+        assert all("masked/0" in reply_of(sent).tensors for _, sent in replies) is secure
         server.close(1)
         told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.ask(2)})
     plain, summed = told
@@ -113,7 +113,7 @@ def test_all_sites_have_the_same_weight_in_class_means_by_default(tmp_path, meth
         np.testing.assert_allclose(other["features"], one["features"][rows], rtol=2e-6, atol=4e-6)
 
 
-# A server that lies (Pasquini et al., CCS 2022)
+# A malicious server (Pasquini et al., CCS 2022)
 
 
 def changed(ins: FitIns, change, **signed: object) -> FitIns:
@@ -152,18 +152,18 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
     server.play(1)
     server.close(1)
     before = server.strategy.state_dict()
-    asked = server.ask(2)
-    answers = []
-    for number, (proxy, ins) in enumerate(asked):
+    instructions = server.ask(2)
+    replies = []
+    for number, (proxy, ins) in enumerate(instructions):
         if number and form == "instructions":
             ins = changed(ins, to_zero)
         elif number:
             inner, other = proxy._proxy, resolve({**config.flat(), "training.lr": 1e-12})
             inner._config = other
             inner._node = replace(inner._node, training=other.run.training)
-        answers += server.answers([(proxy, ins)])
-    assert all("masked/0" in reply_of(result).tensors for _, result in answers)
-    server.flower.aggregate_fit(2, answers, [])
+        replies += server.answers([(proxy, ins)])
+    assert all("masked/0" in reply_of(result).tensors for _, result in replies)
+    server.flower.aggregate_fit(2, replies, [])
     lanes = config.method.spec.sums.for_run(config.method_settings)
     assert sum("is lost" in text for text in notices) == len(lanes), notices
     derived = "round 2: client-0 derived other keys than most clients"
@@ -186,8 +186,8 @@ def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_rou
     for spoiled in (False, True):
         (folder := tmp_path / f"{spoiled}").mkdir()
         server = Server(config, folder)
-        asked = server.ask(1)[:1]
-        proxy, ins = asked[0]
+        instructions = server.ask(1)[:1]
+        proxy, ins = instructions[0]
         if spoiled:
 
             def shift(tensors) -> None:
@@ -226,8 +226,8 @@ def test_site_that_requires_protection_rejects_other_sums(tmp_path, monkeypatch)
 
     monkeypatch.setattr(simulation, "peers_of", malicious)
     server = Server(config_of("fedproto", rounds=1, **SECURE), tmp_path)
-    _, answers = server.play(1)
-    for _, result in answers:
+    _, replies = server.play(1)
+    for _, result in replies:
         assert "requires protection from a malicious server" in result.metrics["error"]
 
 
@@ -292,10 +292,10 @@ def test_sums_do_not_reveal_numbers_of_samples(tmp_path):
 def test_client_sends_nothing_about_its_own_samples(tmp_path):
     server = Server(config_of("fedavg", **SECURE), tmp_path)
     assert {member.info.samples for member in server.strategy.members.values()} == {2}
-    _, answers = server.play(1)
+    _, replies = server.play(1)
     plain = Server(config_of("fedavg"), tmp_path / "plain")
     _, plain_answers = plain.play(1)
-    for (_, result), (_, other) in zip(answers, plain_answers, strict=True):
+    for (_, result), (_, other) in zip(replies, plain_answers, strict=True):
         sent = reply_of(result)
         assert sorted(sent.tensors) == ["commitment/0", "masked/0", "shares/0"]
         assert not sent.scalars
@@ -308,8 +308,8 @@ def test_client_sends_nothing_about_its_own_samples(tmp_path):
         vector = sent.tensors["masked/0"][-len(weights) :].view(np.int32)
         assert abs(np.corrcoef(vector.astype(float), weights)[0, 1]) < 0.05, "a mask is there"
     for each, is_plain in ((server, False), (plain, True)):
-        asked = each.flower.configure_evaluate(1, None, each.manager)
-        for proxy, instruction in asked:
+        sampled = each.flower.configure_evaluate(1, None, each.manager)
+        for proxy, instruction in sampled:
             result = proxy.evaluate(instruction, None, 0)
             assert "accuracy.common.global" in result.metrics
             assert ("accuracy.personal.global" in result.metrics) is is_plain
@@ -318,8 +318,8 @@ def test_client_sends_nothing_about_its_own_samples(tmp_path):
 
 def test_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
     server = Server(config_of("fedavg", **SECURE), tmp_path)
-    asked = server.ask(1)
-    first, second = server.answers(asked), server.answers(asked)
+    instructions = server.ask(1)
+    first, second = server.answers(instructions), server.answers(instructions)
     for (_, one), (_, other) in zip(first, second, strict=True):
         assert one.parameters.tensors == other.parameters.tensors
 

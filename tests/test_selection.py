@@ -116,5 +116,5 @@ def test_run_with_selection_by_loss_resumes_identically(tmp_path, select):
     same_but_for_the_name(tmp_path / "whole", tmp_path / "cut")
     plain = small("fedavg", clock="log-normal", **{**changes, "select": "random"})
     run(plain, tmp_path / "plain")
-    asked = [[r["asked"] for r in records(tmp_path / name)] for name in ("whole", "plain")]
-    assert asked[0] != asked[1]
+    sampled = [[r["asked"] for r in records(tmp_path / name)] for name in ("whole", "plain")]
+    assert sampled[0] != sampled[1]

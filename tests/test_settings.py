@@ -199,7 +199,7 @@ def test_given_settings_are_not_replaced(method):
 def test_resolved_config_resolves_to_itself(tmp_path, method):
     config = resolve({"method": method})
     _comes_back(config, tmp_path / "mine.toml")
-    # As Flower's run config has it: a default says nothing, the method's own words stand.
+    # In Flower's run config, a default value counts as unset, and settings of the method are kept.
     assert resolve_flower(from_flower({**to_flower(defaults()), "method": method})) == config
 
 
@@ -447,7 +447,7 @@ def test_module_that_is_no_method_raises(name):
 def test_setting_of_another_method_raises():
     call = lambda: resolve({"method": "local", "felo.alpha": 0.7})  # noqa: E731
     refusal(call, "'felo.alpha'", "0.7", "local")
-    # At its default it may stand there, as in Flower's run config.
+    # Its default is accepted, because Flower's run config lists every setting.
     assert resolve({"method": "local", "felo.alpha": 1.0}) == resolve({"method": "local"})
 
 
@@ -543,7 +543,7 @@ def test_last_part_of_an_unambiguous_name_is_enough():
 def test_last_part_may_belong_to_the_method():
     assert parse_pairs(["feature-dim=3"], "felo") == {"felo.feature-dim": 3}
     assert parse_pairs(["interval=3", "memory=5"], "velo") == {"velo.interval": 3, "velo.memory": 5}
-    # Of a setting of every run, where no method is named or the method has none of that name.
+    # Without a method, or if the method has no such setting, the shared setting is meant.
     for method in (None, "local", "cofed"):
         assert parse_pairs(["alpha=3"], method) == {"data.alpha": 3}
 

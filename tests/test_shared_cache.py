@@ -41,7 +41,7 @@ def network():
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_bytes_are_learned_and_judged_as_the_numbers_that_they_become(channels_last):
+def test_bytes_give_the_same_training_and_evaluation_as_numbers(channels_last):
     found = []
     for x in (BYTES, FLOATS):
         model, seen = network(), []
@@ -99,9 +99,9 @@ def test_samples_that_are_stored_differently_are_scaled_before_they_are_joined()
     assert torch.equal(mixed, FLOATS[:6])
 
 
-def test_an_overlap_is_found_however_the_samples_are_stored():
+def test_overlap_is_found_for_every_storage_type():
     own = Split(FLOATS[:10], LABELS[:10])
-    with pytest.raises(DataError, match="4 of 10 samples of north"):
+    with pytest.raises(DataError, match=r"4 of 10 .*north"):
         check_no_overlap(Split(BYTES[6:20], LABELS[6:20]), own, "north")
     check_no_overlap(Split(BYTES[10:20], LABELS[10:20]), own, "north")
 
@@ -160,7 +160,7 @@ def described(store: RunData) -> list[object]:
 
 
 @pytest.mark.parametrize("name", ["share", "unused", "clients", "other", "persons"])
-def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, name):
+def test_mapped_samples_equal_the_samples_read(tmp_path, monkeypatch, name):
     spec = specs(tmp_path)[name]
     written = RunData(spec)
     wanted = described(written)
@@ -206,36 +206,34 @@ def test_a_client_that_changes_its_samples_changes_no_others(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"no array", None])
-def test_a_broken_file_of_samples_is_one_line(tmp_path, damage):
+def test_broken_file_of_samples_raises(tmp_path, damage):
     data = shared(tmp_path, clients=2)
     path = tmp_path / "samples.npy"
     path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
-    with pytest.raises(
-        StateError, match=r"cannot read the samples of the clients in .*samples\.npy"
-    ):
+    with pytest.raises(StateError, match=r"samples\.npy"):
         data.client(0)
 
 
 def test_a_store_reads_what_is_written_after_it_was_made(tmp_path):
     spec = DataSpec(dataset="digits", clients=2)
     data = RunData(spec, tmp_path)
-    with pytest.raises(StateError, match=r"cannot read the decoded data in .*0\.safetensors"):
+    with pytest.raises(StateError, match=r"0\.safetensors"):
         data.client(0)
     RunData(spec).share(tmp_path)
     assert len(data.client(0).train) == len(RunData(spec).client(0).train)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08" + b"\x00" * 7 + b"{}      ", b"x" * 100])
-def test_a_broken_file_is_one_line(tmp_path, content):
+def test_broken_file_raises(tmp_path, content):
     path = tmp_path / "0.safetensors"
     path.write_bytes(content)
-    with pytest.raises(StateError, match="cannot read the decoded data") as caught:
+    with pytest.raises(StateError) as caught:
         read_dataset(path)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "classes"])
-def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, kind):
+def test_rows_of_clients_equal_the_drawn_rows(tmp_path, monkeypatch, kind):
     data = shared(tmp_path, clients=4, partition=kind, min_samples=2)
     wanted = [rows.tolist() for rows in RunData(data.spec).partition()]
 
@@ -247,7 +245,7 @@ def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, kind):
     with pytest.raises(AssertionError, match="drawn again"):
         RunData(data.spec.replace(seed=5)).partition()
     (tmp_path / "partition.safetensors").write_bytes(b"x")
-    with pytest.raises(StateError, match="cannot read the rows of the clients"):
+    with pytest.raises(StateError, match="rows"):
         RunData(data.spec, tmp_path).partition()
 
 

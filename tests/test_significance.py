@@ -38,7 +38,7 @@ def student(t, freedom):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_t_test_is_that_of_the_mean_over_its_standard_error(seed):
+def test_t_test_uses_the_mean_over_its_standard_error(seed):
     differences = np.random.default_rng(seed).normal(0.5, 1, size=3 + seed)
     t = differences.mean() / (differences.std(ddof=1) / math.sqrt(len(differences)))
     expected = student(t, len(differences) - 1)
@@ -46,7 +46,7 @@ def test_the_t_test_is_that_of_the_mean_over_its_standard_error(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_wilcoxons_p_is_the_share_of_signs_as_extreme(seed):
+def test_wilcoxon_p_is_the_fraction_of_signs_as_extreme(seed):
     """Enumerate all signs of the ranks, which are equally likely if the center is 0."""
     differences = np.random.default_rng(seed).normal(0.5, 1, size=4 + seed)
     ranks = abs(differences).argsort().argsort() + 1
@@ -64,7 +64,7 @@ def test_three_seeds_are_too_few_for_wilcoxon():
 
 @pytest.mark.parametrize("test", ["t", "wilcoxon"])
 @pytest.mark.parametrize("differences", [[], [0.1], [0.0, 0.0, 0.0]])
-def test_nothing_is_said_of_too_few_or_equal_ones(differences, test):
+def test_too_few_or_equal_differences_have_no_p_value(differences, test):
     assert math.isnan(p_value(of(differences), test))
     assert math.isnan(p_value(of([0.1, 0.2, 0.4]), "none"))
     assert math.isnan(p_value(of([0.1, 0.1, 0.1]), "t"))
@@ -104,7 +104,7 @@ def test_an_equal_difference_in_every_seed_is_clear_from_five_test_images(images
 
 
 @pytest.mark.parametrize(("only_first", "n"), [(0, 10), (1, 359), (7, 100), (40, 1000), (9, 9)])
-def test_the_error_is_that_of_the_fewest_discordant_samples(only_first, n):
+def test_error_follows_from_the_fewest_discordant_samples(only_first, n):
     """Agresti and Min, from the table of counts [both, first only, second only, neither]."""
     counts = np.array([n - only_first, only_first, 0, 0]) + 0.5
     p = counts / counts.sum()
@@ -114,7 +114,7 @@ def test_the_error_is_that_of_the_fewest_discordant_samples(only_first, n):
         assert sample_error(sign * only_first / n, n) == pytest.approx(math.sqrt(variance))
 
 
-def test_the_errors_add_and_the_degrees_are_those_of_welch_and_satterthwaite():
+def test_errors_add_with_welch_satterthwaite_degrees():
     differences, n = np.array([0.01, 0.03, 0.05]), 359
     found = of(differences, n)
     a, b = differences.var(ddof=1) / 3, sample_error(0.03, n) ** 2
@@ -210,6 +210,6 @@ def test_a_corrected_p_is_below_a_level_if_holm_rejects_at_it(values, level, unk
     assert [math.isnan(v) for v in corrected] == [math.isnan(v) for v in values]
 
 
-def test_an_unknown_test_is_refused():
+def test_unknown_test_raises():
     with pytest.raises(SettingsError, match=r"^--test: .*'z'"):
         compare([], test="z")

@@ -69,7 +69,7 @@ def imported_by(*words, **environment):
     ],
     ids=lambda part: "-".join(part) if isinstance(part, list) else "",
 )
-def test_a_command_that_does_not_train_imports_nothing_heavy(words, status, says):
+def test_commands_without_training_import_no_heavy_library(words, status, says):
     # Typer reads TERMINAL_WIDTH as an integer when it shows help.
     found, said, modules = imported_by(*words, TERMINAL_WIDTH="wide")
     assert found == status, said
@@ -78,7 +78,7 @@ def test_a_command_that_does_not_train_imports_nothing_heavy(words, status, says
     assert not modules & HEAVY
 
 
-def test_the_schema_of_a_table_is_found_without_pytorch(tmp_path):
+def test_schema_of_a_table_needs_no_pytorch(tmp_path):
     table, schema = tmp_path / "table.csv", tmp_path / "schema.toml"
     table.write_text("age,color,ill\n1,red,no\n2,blue,yes\n3,red,no\n")
     status, said, modules = imported_by(
@@ -102,7 +102,7 @@ print("IMPORTED", *sys.modules)
 
 
 @pytest.mark.parametrize("method", ["felo", "fedtgp"])  # The server of FedTGP also trains.
-def test_a_small_run_imports_neither_ray_nor_a_compiler_nor_what_draws(method, tmp_path):
+def test_small_run_imports_no_ray_compiler_or_plots(method, tmp_path):
     """Unlike the commands above, it imports PyTorch; otherwise, the list would prove nothing.
 
     The networks are not from torchvision, which imports PyTorch's compiler.
@@ -218,7 +218,7 @@ command()
 
 
 @pytest.mark.parametrize(("word", "status"), [("--version", 0), ("nosuch", 2)])
-def test_the_program_ends_with_its_status_and_what_is_registered(word, status):
+def test_program_ends_with_its_status_and_exit_handlers(word, status):
     done = subprocess.run(
         [sys.executable, "-c", ENDING, word],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -255,11 +255,11 @@ def test_a_small_run_trains_in_this_process(two_cpus):
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_a_backend_that_is_given_stays(backend):
+def test_given_backend_is_kept(backend):
     assert backend_of(engine__backend=backend) == (backend, "")
 
 
-def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
+def test_ray_is_used_if_it_saves_time(two_cpus, monkeypatch):
     """Ray takes 15 s, and two workers save half of the work, so the bound is 30 s."""
     for seconds, chosen, about in [(29, "inline", "about"), (31, "ray", "more than")]:
         monkeypatch.setattr(simulation, "_seconds_of_work", lambda *_, work=seconds: work)
@@ -279,7 +279,7 @@ def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
         ({"pace__stragglers": 0.5}, "rounds are timed with this machine's clock"),
     ],
 )
-def test_what_needs_ray_chooses_it(settings, reason):
+def test_settings_that_need_ray_select_it(settings, reason):
     assert backend_of(**settings) == ("ray", f"training on Ray: {reason}")
 
 
@@ -301,7 +301,7 @@ def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_
     assert set(asked) == {"mlp", "cnn2"}
 
 
-def test_what_is_closed_while_the_report_is_written_is_waited_for(monkeypatch, tmp_path):
+def test_program_waits_for_closing_during_the_report(monkeypatch, tmp_path):
     events, begun = [], threading.Event()
 
     @contextlib.contextmanager
@@ -404,12 +404,12 @@ def test_the_first_check_sorts_the_values():
         ({"method": "felo", "nope": 1}, "unknown setting 'nope'"),
     ],
 )
-def test_the_first_check_refuses(values, fault):
+def test_first_check_raises(values, fault):
     with pytest.raises(SettingsError, match=fault):
         validate(values)
 
 
-def test_the_digits_are_scikit_learns():
+def test_digits_equal_scikit_learn():
     from sklearn.datasets import load_digits
 
     theirs = load_digits()

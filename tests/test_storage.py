@@ -354,7 +354,7 @@ def test_file_in_place_of_a_directory_raises(tmp_path):
 
 
 def half_written(tensors, path, metadata):
-    """Simulate a full disk: half of the file."""
+    """Simulate a full disk after half of the file."""
     save_file(tensors, path, metadata=metadata)
     with open(path, "r+b") as file:
         file.truncate(os.path.getsize(path) // 2)

@@ -62,12 +62,12 @@ def test_a_setting_may_be_named_by_its_last_part():
         ("resume=true,false", "interrupted runs always resume"),
     ],
 )
-def test_what_is_no_sweep_is_said(text, fault):
+def test_invalid_sweep_raises(text, fault):
     with pytest.raises(SettingsError, match=fault):
         read_sweep(text, "felo")
 
 
-def test_values_name_folders():
+def test_values_name_directories():
     assert [point_name((v,)) for v in (0.1, "npz:/a b", "")] == ["0.1", "npz--a-b", "empty"]
 
 
@@ -113,7 +113,7 @@ def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
     assert "selected on validation" in " ".join(result.output.split())
 
 
-def test_a_sweep_is_gone_on_with(tmp_path):
+def test_sweep_is_resumed(tmp_path):
     out = tmp_path / "sweep"
     command = ["sweep", "local", "lr=0.1,0.01", "--rounds", "1", "--out", str(out), *SMALL[:10]]
     command += ["--models", "mlp", "--backend", "inline"]
@@ -152,12 +152,12 @@ def test_several_settings_make_a_grid():
         (["rounds=1:100:1", "clients=2:100:1"], "expected at most 1000 combinations, got 9900"),
     ],
 )
-def test_what_is_no_grid_is_said(texts, fault):
+def test_invalid_grid_raises(texts, fault):
     with pytest.raises(SettingsError, match=fault):
         read_grid(texts, "local")
 
 
-def test_two_points_with_one_folder_are_refused(call):
+def test_points_with_equal_directories_raise(call):
     status, _, fault = call("sweep", "local", "data.by=a b,a-b")
     assert (status, fault) == (2, "fedhet: sweep: two values map to the same directory name\n")
 
@@ -187,7 +187,7 @@ def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_grid_side_by_side(tmp_path):
+def test_grid_runs_in_parallel(tmp_path):
     out = tmp_path / "sweep"
     command = ["sweep", "local", "models.pool=sk-tree,sk-svm", "max-samples=60,80", "--rounds", "1"]
     small = [
@@ -216,7 +216,7 @@ def test_a_grid_side_by_side(tmp_path):
     assert "max-samples=60" in page  # a curve for each of its values
 
 
-def test_how_many_runs_fit(monkeypatch):
+def test_number_of_parallel_runs(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert jobs_that_fit(small_run(backend="inline", threads=3)) == 2
     assert jobs_that_fit(small_run(backend="inline", threads=16)) == 1
@@ -233,7 +233,7 @@ def test_every_value_is_checked_before_the_first_runs(tmp_path):
     assert not out.exists()
 
 
-def test_a_sweep_has_the_seed_that_is_set_and_a_place_of_its_own(tmp_path):
+def test_sweep_has_its_seed_and_directory(tmp_path):
     words = ["sweep", "local", "lr=0.001", "--out", str(tmp_path / "sweep"), *SMALL]
     words += ["--models", "mlp", "--set", "rounds=1"]
     result = CliRunner().invoke(app, [*words, "--set", "seed=7"])
@@ -245,7 +245,7 @@ def test_a_sweep_has_the_seed_that_is_set_and_a_place_of_its_own(tmp_path):
     )
 
 
-def test_an_unknown_figure_is_said(tmp_path):
+def test_unknown_figure_raises(tmp_path):
     command = ["sweep", "cofed", "cofed.threshold=0.5", "--out", str(tmp_path / "s"), *SMALL]
     result = CliRunner().invoke(app, [*command, "--figures", "pseudolabel"])
     assert isinstance(result.exception, SettingsError)

@@ -86,7 +86,7 @@ def expected(values):
 
 
 @pytest.mark.parametrize("name", ["all.csv", "all.tsv"])
-def test_columns_become_features_as_by_hand(tmp_path, name):
+def test_features_equal_columns_by_hand(tmp_path, name):
     data = load(spec(write(tmp_path / name)))
     assert data.format.classes == ("no", "yes")
     assert data.train.y.tolist() == [0, 1, 0, 1]
@@ -186,7 +186,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("case", UNCLEAR)
-def test_a_column_of_an_unclear_type_is_refused_with_a_line_for_the_schema(tmp_path, call, case):
+def test_column_of_an_unclear_type_raises_with_a_schema_line(tmp_path, call, case):
     values, line = UNCLEAR[case]
     values = [value for value in values for _ in range(2)]
     rows = [[value, str(k * 7 % 5), "ny"[k % 2]] for k, value in enumerate(values)]
@@ -202,7 +202,7 @@ def test_a_column_of_an_unclear_type_is_refused_with_a_line_for_the_schema(tmp_p
     text = (tmp_path / "schema.toml").read_text()
     assert 'type = "?"' in text
     assert "# 'v' contains" in text
-    with pytest.raises(DataError, match=r"'\?', got it for 'v'"):
+    with pytest.raises(DataError, match=r"'\?'.*'v'"):
         load(spec(path))
 
 
@@ -220,7 +220,7 @@ def test_every_unclear_column_is_named_at_once(tmp_path, call):
     assert status == 2
     for name in ("'age'", "'admitted'", "'ward'"):
         assert told.count(name) == 2  # in the list, and with the values
-    with pytest.raises(DataError, match="a column has no clear type: 'age'"):
+    with pytest.raises(DataError, match="'age'"):
         load(spec(path, exclude=["admitted", "ward"]))
 
 
@@ -235,7 +235,7 @@ def test_every_unclear_column_is_named_at_once(tmp_path, call):
         (NUMBERS[:49], False),
     ],
 )
-def test_a_column_that_may_identify_is_named_but_stays(values, is_named, tmp_path, caplog):
+def test_identifying_column_is_named_and_kept(values, is_named, tmp_path, caplog):
     column, _ = column_of(tmp_path, list(map(str, values)))
     assert column.type == "number"
     assert (f"'v': all {len(values)} values are different integers" in caplog.text) == is_named
@@ -249,7 +249,7 @@ def test_a_column_that_counts_the_rows_is_no_feature(tmp_path, name, start):
         write(tmp_path / f"{k}.csv", rows, [name, "a", "died"])
     for place in (tmp_path, tmp_path / "0.csv"):
         if name == "case":
-            with pytest.raises(DataError, match="a column has no clear type: 'case'") as fault:
+            with pytest.raises(DataError, match="'case'") as fault:
                 load(spec(place))
             assert "which count the rows" in fault.value.__notes__[0]
         else:
@@ -332,7 +332,7 @@ def test_declared_categories_are_the_only_words(tmp_path):
     column, x = declared(tmp_path, values, 'type = "category"\nvalues = ["X", "1", "2", "3"]')
     assert column.values == ("X", "1", "2", "3")
     np.testing.assert_array_equal(x, np.eye(4)[[1, 2, 0] * 4])
-    with pytest.raises(DataError, match="'v': 4 of 12 values, such as 'Y', are not in the schema"):
+    with pytest.raises(DataError, match=r"'v': 4 of 12 .*'Y'"):
         declared(tmp_path, ["1", "2", "Y"] * 4, 'type = "category"\nvalues = ["X", "1", "2"]')
 
 
@@ -376,7 +376,7 @@ def test_the_command_writes_a_schema_and_completes_it(tmp_path, call):
     status, _, told = call("schema", path, "--target", "sex")
     assert status == 2
     assert "'died'" in told
-    with pytest.raises(SettingsError, match=r"expected 'died', .*schema\.toml, got 'sex'"):
+    with pytest.raises(SettingsError, match=r"'died'.*schema\.toml.*'sex'"):
         load(spec(path, target="sex"))
 
 
@@ -413,7 +413,7 @@ def test_the_notation_of_a_site_does_not_change_the_task(tmp_path):
         ('target = "a"\ntask = "x"', "task"),
     ],
 )
-def test_a_broken_schema_is_one_line(tmp_path, text, fault):
+def test_broken_schema_raises(tmp_path, text, fault):
     (tmp_path / "schema.toml").write_text(text)
     with pytest.raises(DataError, match=fault) as error:
         read_schema(tmp_path / "schema.toml")
@@ -432,11 +432,11 @@ def test_columns_and_owners_are_chosen(tmp_path):
     assert [len(rows) for rows in found] == [wards.count(name) for name in "abc"]
     schema = load(spec(path, exclude=["ward", "sex"])).format.schema
     assert [column.name for column in schema.columns] == ["age", "admitted"]
-    with pytest.raises(DataError, match=r"'wart' not found, .*'ward'\? \(data\.exclude\)"):
+    with pytest.raises(DataError, match=r"'wart'.*'ward'.*data\.exclude"):
         load(spec(path, exclude=["wart"]))
 
 
-def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, caplog):
+def test_owners_are_listed_and_small_owners_named(tmp_path, call, caplog):
     wards = ["north"] * 30 + ["east"] * 12 + ["west"] * 20 + ["south"] * 13
     rows = [[*row[:3], ward, row[4]] for row, ward in zip(many(75), wards, strict=True)]
     path = write(tmp_path / "all.csv", rows)
@@ -465,7 +465,7 @@ def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, c
 
 
 @pytest.mark.parametrize("sites", [1, 4])
-def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
+def test_table_memory_is_limited(tmp_path, sites):
     """The limit applies to the values of all files, and to the features."""
     names = [f"w{chr(97 + k % 26)}{chr(97 + k // 26)}" for k in range(150)]
     for site in range(sites):
@@ -487,14 +487,14 @@ def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
     assert len(load(spec(place, max_bytes=features)).train) == 4000
 
 
-def test_a_file_for_each_site_is_a_client_each(tmp_path):
+def test_each_file_is_a_client(tmp_path):
     for k, count in enumerate((20, 30)):
         write(tmp_path / f"site-{k}.csv", many(count, k))
     data = RunData(spec(tmp_path))
     assert [len(rows) for rows in data.partition()] == [20, 30]
     assert data.owners() == {"client-0": "site-0.csv", "client-1": "site-1.csv"}
     write(tmp_path / "site-2.csv", [row[1:] for row in many(9)], HEAD[1:])
-    with pytest.raises(DataError, match=r"site-2.csv: column 'age' of site-0.csv not found"):
+    with pytest.raises(DataError, match=r"site-2\.csv: .*'age'.*site-0\.csv"):
         load(spec(tmp_path))
     with pytest.raises(SettingsError, match="has one file per client"):
         load(spec(tmp_path, by="ward"))
@@ -502,7 +502,7 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
 
 @pytest.mark.parametrize("site", [0, 1, 2])
 @pytest.mark.parametrize(("column", "value"), [(0, "forty"), (4, "")])
-def test_a_fault_names_the_file_of_its_client(tmp_path, site, column, value):
+def test_error_names_the_file_of_the_client(tmp_path, site, column, value):
     schema = inferred(write(tmp_path / "all.csv", many(80)))
     (tmp_path / "all.csv").unlink()
     (tmp_path / "schema.toml").write_text(schema.to_toml())
@@ -529,7 +529,7 @@ def test_a_part_is_no_client(tmp_path, names):
     for name in names:
         write(tmp_path / f"{name}.csv", many(20))
     odd = names[0] if names[0] == "test" else names[1]
-    with pytest.raises(DataError, match=rf"{odd}\.csv: the name of a part of the data, but"):
+    with pytest.raises(DataError, match=rf"{odd}\.csv: "):
         load(spec(tmp_path))
 
 
@@ -556,7 +556,7 @@ def test_tables_that_are_not_read_are_named(tmp_path, caplog):
         ("sep=;\na;died\n1;n\n", "column 'died' not found, got 'sep='"),
     ],
 )
-def test_a_broken_csv_file_is_one_line(tmp_path, text, fault):
+def test_broken_csv_file_raises(tmp_path, text, fault):
     path = tmp_path / "all.csv"
     path.write_text(text)
     with pytest.raises(DataError) as error:
@@ -577,7 +577,7 @@ def test_a_broken_csv_file_is_one_line(tmp_path, text, fault):
         ([[*row[:4], "no"] for row in ROWS], {}, "expected 2 to 1000 classes, got 1 distinct"),
     ],
 )
-def test_a_fault_names_its_row_and_column(tmp_path, rows, changes, fault):
+def test_error_names_row_and_column(tmp_path, rows, changes, fault):
     path = write(tmp_path / "all.csv", rows)
     with pytest.raises(DataError, match=fault) as error:
         load(spec(path, **changes))
@@ -630,7 +630,7 @@ def test_a_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
         (["True", "False"], ["1", "0"], None),
     ],
 )
-def test_a_class_in_two_spellings_is_one_or_refused(tmp_path, one, other, classes):
+def test_class_in_two_spellings_is_merged_or_raises(tmp_path, one, other, classes):
     for name, words in (("a", one), ("b", other)):
         rows = [[str(k * 5 % 17), words[k // 2 % 2]] for k in range(20)]
         write(tmp_path / f"{name}.csv", rows, ["x", "died"])
@@ -659,9 +659,7 @@ def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
         frame.to_parquet(path)
     else:
         frame.to_json(path, orient="records", lines=True)
-    with pytest.raises(
-        DataError, match=r"60 different numbers from .* to .* Set data.task to regression"
-    ):
+    with pytest.raises(DataError, match=r"60 .*data\.task"):
         load(spec(path))
     assert len(load(spec(path, task="classification")).format.classes) == 60
 
@@ -676,7 +674,7 @@ def site(folder, rows, schema, head=HEAD):
     return folder
 
 
-def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_path):
+def test_site_without_a_schema_column_raises(tmp_path):
     schema = inferred(write(tmp_path / "all.csv", many(80)))
     text = schema.to_toml()
     folder = site(tmp_path / "a", many(30, 1), text)
@@ -684,15 +682,15 @@ def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_pat
     assert found.format.shape == (sum(schema.widths),)
     assert found.format.schema == schema
     other = site(tmp_path / "b", many(30, 2), text, ["age", "gender", *HEAD[2:]])
-    with pytest.raises(DataError, match=r"train\.csv: column 'sex' not found"):
+    with pytest.raises(DataError, match=r"train\.csv: .*'sex'"):
         site_data(f"table:{other}", spec=DataSpec(), classes=2, name="b")
     (other / "schema.toml").unlink()
-    with pytest.raises(DataError, match=r"schema.toml: file not found"):
+    with pytest.raises(DataError, match=r"schema\.toml: "):
         site_data(f"table:{other}", spec=DataSpec(sample_kind="table"), classes=2, name="b")
-    with pytest.raises(DataError, match=r"expected 3 classes .* got 2"):
+    with pytest.raises(DataError, match=r"3 classes.*2"):
         site_data(f"table:{folder}", spec=DataSpec(), classes=3, name="a")
     (folder / "schema.toml").write_text(text.replace("deviation", "missing = ['x']\n# "))
-    with pytest.raises(DataError, match=r"schema\.toml: column 'age': .* must be set"):
+    with pytest.raises(DataError, match=r"schema\.toml: .*'age'"):
         site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a")
 
 
@@ -746,7 +744,7 @@ def test_integers_with_decimals_are_the_schemas_classes(tmp_path):
     ("words", "share"),
     [(["ja", "nein"], 1), (["YES", "NO"], 1), (["ja", "nein"], 0.3), ([""], 0.5)],
 )
-def test_a_site_whose_words_are_unknown_is_refused(tmp_path, words, share):
+def test_site_with_unknown_words_raises(tmp_path, words, share):
     def foreign(k, row):
         return [row[0], words[k % len(words)] if k < share * 40 else row[1], *row[2:]]
 
@@ -768,7 +766,7 @@ def test_few_unknown_words_are_counted_in_the_sites_log(tmp_path, caplog):
     assert "column 'smoker': 4 of 40 values, such as 'never', are not in the schema" in caplog.text
 
 
-def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
+def test_file_is_predicted_with_the_schema_of_the_run(tmp_path, call):
     path = write(tmp_path / "all.csv", many(120))
     config = small(
         "felo", dataset=f"table:{path}", target="died", clients=2, models=["mlp"], max_samples=0,
@@ -786,7 +784,7 @@ def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
     status, out, _ = call("predict", tmp_path / "run", "client-0", new, "--csv")
     assert status == 0
     assert out.startswith("sample,class,probability,no,yes\nrow 1,")
-    with pytest.raises(DataError, match="column 'sex' not found"):
+    with pytest.raises(DataError, match="'sex'"):
         read_inputs([write(tmp_path / "b.csv", [["1"]], ["age"])], record)
 
 
@@ -851,10 +849,10 @@ def test_parquet_values_are_converted_by_their_type(tmp_path):
         (pa.nulls(20), "no values"),
     ],
 )
-def test_parquet_values_without_a_meaning_are_refused_by_name(tmp_path, values, kind):
+def test_unsupported_parquet_values_raise(tmp_path, values, kind):
     numbers = pa.array([k * 7 % 60 for k in range(20)])
     path = parquet(tmp_path / "t.parquet", {"v": values, "x": numbers})
-    with pytest.raises(DataError, match="a column has no clear type: 'v'") as fault:
+    with pytest.raises(DataError, match="'v'") as fault:
         load(spec(path))
     assert kind in fault.value.__notes__[0]
     assert load(spec(path, exclude=("v",))).train.x.shape == (20, 1)
@@ -890,7 +888,7 @@ def test_rows_without_columns_of_a_parquet_file_are_counted_before_they_are_deco
     codes = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["a"]))
     pq.write_table(pa.table({"v": codes, "died": codes}), path)
     assert path.stat().st_size < 10_000
-    with pytest.raises(DataError, match=r"bytes in memory, got \d+"):
+    with pytest.raises(DataError, match=r"memory, got \d+"):
         read_table(path, spec(max_bytes=8_000_000))
 
 
@@ -903,7 +901,7 @@ def test_rows_without_columns_of_a_parquet_file_are_counted_before_they_are_deco
         ('{"v": 1', "row 0"),
     ],
 )
-def test_a_broken_json_file_is_one_line(tmp_path, text, fault):
+def test_broken_json_file_raises(tmp_path, text, fault):
     path = tmp_path / "t.jsonl"
     path.write_text(text)
     with pytest.raises(DataError) as error:

@@ -57,7 +57,7 @@ def test_breast_cancer_is_scaled_by_its_training_set():
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_adult_as_it_is_published(tmp_path, zipped):
+def test_adult_equals_the_published_data(tmp_path, zipped):
     dataset = load(DataSpec(dataset=write_adult(tmp_path, zipped)))
     assert (len(dataset.train), len(dataset.test)) == (80, 40)
     assert dataset.format.classes == ("<=50K", ">50K")
@@ -73,7 +73,7 @@ def test_adult_as_it_is_published(tmp_path, zipped):
     assert dataset.train.x[:, 6:9].tolist() == expected
 
 
-def test_a_category_that_training_lacks_is_none_of_its_features(tmp_path):
+def test_unknown_category_has_no_feature(tmp_path):
     write_adult(tmp_path)
     (tmp_path / "adult.test").write_text(adult_rows(1, 5)[0].replace("Sales", "Astronaut"))
     dataset = load(DataSpec(dataset=f"adult:{tmp_path}"))
@@ -89,7 +89,7 @@ def test_a_category_that_training_lacks_is_none_of_its_features(tmp_path):
         ("adult.test", adult_rows(1, 0)[0].replace("50K", "60K"), "got '>60K'"),
     ],
 )
-def test_a_malformed_file_is_named(tmp_path, name, text, fault):
+def test_malformed_file_raises(tmp_path, name, text, fault):
     write_adult(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=fault) as caught:
@@ -97,12 +97,12 @@ def test_a_malformed_file_is_named(tmp_path, name, text, fault):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_absent_files_say_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"adult.data and adult.test.*download=true"):
+def test_missing_files_raise(tmp_path):
+    with pytest.raises(DataError, match=r"adult\.data.*download=true"):
         load(DataSpec(dataset=f"adult:{tmp_path}"))
 
 
-def test_openmls_copy_where_it_may_be_downloaded(tmp_path, monkeypatch):
+def test_openml_copy_is_downloaded_if_allowed(tmp_path, monkeypatch):
     import pandas
 
     rows = [row.split(", ") for row in adult_rows(90, 3)]
@@ -121,12 +121,12 @@ def test_openmls_copy_where_it_may_be_downloaded(tmp_path, monkeypatch):
     assert dataset.columns[6] == 3  # None is the category '?'
 
 
-def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
+def test_failed_download_raises(tmp_path, monkeypatch):
     def fetch(**_):
         raise OSError("no network")
 
     monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
-    with pytest.raises(DataError, match="cannot be downloaded from OpenML \(no network"):
+    with pytest.raises(DataError, match="OpenML"):
         load(DataSpec(dataset=f"adult:{tmp_path}", download=True))
 
 
@@ -157,7 +157,7 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
     assert not {*zip(fnlwgt.tolist(), age.tolist(), strict=True)} <= rows
 
 
-def test_unused_rows_are_real_and_nobodys(tmp_path):
+def test_unused_rows_belong_to_no_client(tmp_path):
     spec = DataSpec(
         dataset=write_adult(tmp_path), partition="iid", clients=2, max_samples=40, min_samples=2,
         public_dataset="unused",
@@ -181,7 +181,7 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
     assert not torch.equal(RunData(spec.replace(seed=1)).public_set(*ROWS, None).x, left.x)
 
 
-def test_unused_rows_of_a_joined_dataset_are_those_left_out():
+def test_unused_rows_of_a_joined_dataset_are_the_rest():
     spec = DataSpec(
         dataset="digits", max_samples=700, public_dataset="unused",
         superclasses=[["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["8", "9"]],
@@ -197,11 +197,9 @@ def test_unused_rows_of_a_joined_dataset_are_those_left_out():
 
 
 @pytest.mark.parametrize("most", [0, 80, 100])
-def test_unused_rows_need_a_limit_that_leaves_some(tmp_path, most):
+def test_unused_rows_without_a_limit_raise(tmp_path, most):
     spec = DataSpec(dataset=write_adult(tmp_path), max_samples=most, public_dataset="unused")
-    with pytest.raises(
-        SettingsError, match=rf"data.max-samples must be above 0 and below 80, .*got {most}"
-    ):
+    with pytest.raises(SettingsError, match=rf"data\.max-samples.*80.*{most}"):
         RunData(spec).public_set(*ROWS, None)
 
 
@@ -220,7 +218,7 @@ def test_a_run_may_learn_from_unused_rows(tmp_path):
     assert len(config.method.client(config, node).public) == 60
 
 
-def test_generated_rows_hang_on_the_seed_alone(tmp_path):
+def test_generated_rows_depend_only_on_the_seed(tmp_path):
     spec = generated_spec(tmp_path)
     one, same, other = (
         RunData(generated_spec(tmp_path, seed=s)).public_set(*ROWS, None).x for s in (0, 0, 1)
@@ -246,10 +244,10 @@ def test_generated_rows_of_bytes_are_stored_as_the_clients_are(tmp_path):
         assert set(public[:, column].tolist()) <= set(held[:, column].tolist())
 
 
-def test_generated_rows_need_a_table_and_a_number():
+def test_generated_rows_without_a_table_or_number_raise():
     generated = {"method": "local", "data.public-dataset": "generated"}
-    with pytest.raises(SettingsError, match=r"supports only tables.*\[1, 8, 8\]"):
+    with pytest.raises(SettingsError, match=r"\[1, 8, 8\]"):
         check(resolve({**generated, "data.public-samples": 5}))
     chosen = {**generated, "data.dataset": "breast-cancer", "models.pool": "mlp"}
-    with pytest.raises(SettingsError, match=r"public-samples must be at least 1"):
+    with pytest.raises(SettingsError, match=r"public-samples.*1"):
         check(resolve(chosen))

@@ -99,7 +99,7 @@ def draws(*shapes, seed=0):
 
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-def test_mutual_learning_is_of_squared_errors_and_reaches_its_own_model_alone(weight, columns):
+def test_mutual_learning_uses_squared_errors_per_model(weight, columns):
     own, peer, targets = draws((5, columns), (5, columns), (5, columns))
     loss = mutual_loss(own, peer, targets.detach(), weight, *MUTUAL)
     a, b, y = (each.detach().double().numpy() for each in (own, peer, targets))
@@ -200,7 +200,7 @@ def test_clients_with_small_errors_have_large_weights(seed):
             np.testing.assert_allclose(fused.logits[n], shares @ outputs[:, n], rtol=1e-4)
 
 
-def test_the_largest_outputs_teach_no_number_that_is_not_finite():
+def test_largest_outputs_give_finite_targets():
     outputs = torch.tensor([[[1e12]], [[0.1]]])
     fused = fuse(outputs, torch.zeros(1, 1), selection())
     torch.testing.assert_close(fused.logits, torch.tensor([[0.1]]))
@@ -264,7 +264,7 @@ def test_fml_descends_squared_errors_of_both_models(table, tmp_path):
         np.testing.assert_allclose(reply[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_without_the_private_models_the_meme_is_that_of_fedavg(table, tmp_path):
+def test_meme_without_private_models_equals_fedavg(table, tmp_path):
     mutual = federation("fml", table, tmp_path / "fml", **{"fml.beta": 1.0})
     plain = federation("fedavg", table, tmp_path / "fedavg", **{"models.pool": ["mlp3"]})
     for number in (1, 2):
@@ -570,7 +570,7 @@ def test_fedgems_selects_by_error(table, tmp_path):
 # --- messages, attacks, and defenses --------------------------------------------------------------
 
 
-def test_messages_of_a_task_have_its_kind_of_scores_alone():
+def test_messages_of_a_task_have_only_its_scores():
     spec, rows = find_method("ds-fl").spec, np.full((2, 3), 1 / 3, np.float32)
     settings = spec.settings()
     for task, kind, other in ((Classification(), "probabilities", "logits"),
@@ -634,7 +634,7 @@ def test_the_robust_consensus_is_the_median_of_the_outputs(table, tmp_path, meth
     np.testing.assert_allclose(server.strategy.consensus, median, rtol=1e-5, atol=1e-7)
 
 
-def test_outputs_that_are_not_finite_are_refused(table, tmp_path):
+def test_nonfinite_outputs_raise(table, tmp_path):
     server = federation("ds-fl", table, tmp_path)
     answers = server.answers(server.ask(1))
 
@@ -703,7 +703,7 @@ def test_a_single_output_does_not_hide_gradients_of_other_samples():
         sgd._TESTED.clear()
         model = models.HetModel(Own(mix), nn.Linear(12, 1), 12)
         if name:
-            with pytest.raises(ModelError, match="a sample's gradient depends on the other"):
+            with pytest.raises(ModelError, match="gradient"):
                 sgd.check_supports_dp(model, "image", (1, 8, 8))
         else:
             sgd.check_supports_dp(model, "image", (1, 8, 8))
@@ -775,9 +775,9 @@ def test_a_private_site_declares_the_task_by_its_schema(table, tmp_path):
     of_task = {"method": "fedavg", "data.dataset": "table:a.csv", "data.task": "regression"}
     declared.check(resolve(of_task).run)
     declared.check(resolve({**of_task, "models.num-classes": 1}).run)
-    with pytest.raises(SettingsError, match=r"'data\.task'.*'regression' as declared by this site"):
+    with pytest.raises(SettingsError, match=r"'data\.task'.*'regression'"):
         declared.check(resolve({"method": "fedavg"}).run)
-    with pytest.raises(SettingsError, match=r"'models\.num-classes': expected 1 as declared"):
+    with pytest.raises(SettingsError, match=r"'models\.num-classes'.*1"):
         declared.check(resolve({**of_task, "models.num-classes": 2}).run)
     (site / "site.toml").write_text("num-classes = 1\n")
     assert Declaration.from_files(f"table:{site}", 10**9).names == ("stay",)
@@ -816,7 +816,7 @@ def test_settings_suit_the_task_by_default(table, method, field, value):
         ("fedmd.loss", "cross-entropy", "mae or mse"),
     ],
 )
-def test_settings_for_classes_are_refused(table, setting, value, expected):
+def test_settings_for_classes_raise(table, setting, value, expected):
     with pytest.raises(SettingsError) as error:
         on_table(setting.partition(".")[0], table, **{setting: value})
     text = str(error.value)
@@ -849,7 +849,7 @@ def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):
     order = client.format.digest
     shape = tuple(data.dataset.format.shape)
     assert len(data.public_set("table", shape, None, order)) == 199
-    with pytest.raises(DataError, match="targets must have the same names and scale"):
+    with pytest.raises(DataError, match="targets"):
         data.public_set("table", shape, 1, order)
     own = RunData.for_run(on_table("fedmd", table).run)
     assert len(own.public_set("table", shape, 1, order)) > 0
@@ -863,7 +863,7 @@ def test_public_samples_may_be_generated(table, tmp_path, method):
 
 
 @pytest.mark.parametrize("method", ["fedkd", "ds-fl", "feddf", "fedgems"])
-def test_a_resumed_run_ends_as_one_that_was_never_cut(table, tmp_path, method):
+def test_resumed_run_equals_uninterrupted_run(table, tmp_path, method):
     config = on_table(method, table, **{**fast(method), "rounds": 3})
     cut_and_resumed(config, tmp_path)
 

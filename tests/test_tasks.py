@@ -100,7 +100,7 @@ def test_r2_is_omitted_for_a_constant_target_and_bounded():
     assert measure(("r2",), Predictions(near, near + 1e15))["r2"] == METRICS["r2"].lowest
 
 
-def test_predictions_that_are_not_finite_have_a_huge_error_that_the_server_accepts():
+def test_nonfinite_predictions_have_a_large_accepted_error():
     class Broken(torch.nn.Module):
         def forward(self, x):
             return torch.full((len(x), 1), math.nan)
@@ -113,7 +113,7 @@ def test_predictions_that_are_not_finite_have_a_huge_error_that_the_server_accep
     names = ("rmse", "mae", "r2")
     assert read_measures("a", sent | times, ["private"], names).scores
     del sent["rmse.personal.private"]
-    with pytest.raises(KnowledgeError, match=r"reported without rmse\.personal\.private"):
+    with pytest.raises(KnowledgeError, match=r"rmse\.personal\.private"):
         read_measures("a", sent | times, ["private"], names)
 
 
@@ -149,7 +149,7 @@ def test_targets_are_standardized_by_the_schema(tmp_path):
     torch.testing.assert_close(other.y, split.y[:9])  # of the schema, not of its own rows
 
 
-def test_a_schema_of_regression_is_written_and_read(tmp_path):
+def test_schema_of_regression_round_trips(tmp_path):
     schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
     (tmp_path / "schema.toml").write_text(schema.to_toml())
     read = read_schema(tmp_path / "schema.toml")
@@ -183,16 +183,16 @@ def test_a_row_needs_a_numeric_target(tmp_path, value, fault):
         labeled_split(schema, read_table(path, spec()))
 
 
-def test_a_target_of_words_is_no_regression(tmp_path):
+def test_target_of_words_raises(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(
         "age,stay\n" + "".join(f"{k},{'long' if k % 3 else 'short'}\n" for k in range(9))
     )
-    with pytest.raises(DataError, match="row 1, column 'stay': 'short' is not a number"):
+    with pytest.raises(DataError, match=r"row 1, column 'stay': 'short'"):
         infer_schema(read_table(path, spec()), spec())
 
 
-def test_auto_asks_about_measurements_and_names_the_two_settings_that_decide(tmp_path):
+def test_auto_with_measurements_raises_with_both_settings(tmp_path):
     auto = DataSpec(target="stay")
     cells = read_table(write(tmp_path / "a.csv"), auto)
     match = "got 214 different numbers .* Set data.task to regression .* or to classification"
@@ -212,7 +212,7 @@ def test_several_targets_have_a_scale_each(tmp_path):
     assert not {"stay", "bmi"} & {column.name for column in schema.columns}
 
 
-def test_tenths_of_the_target_take_the_place_of_classes(tmp_path):
+def test_tenths_of_the_target_replace_classes(tmp_path):
     data = RunData(spec(dataset=f"table:{write(tmp_path / 'a.csv')}", clients=3))
     names, groups = data.strata()
     ranks = np.argsort(np.argsort(LENGTH, kind="stable"))
@@ -233,9 +233,7 @@ def test_the_task_and_its_scale_are_shared_with_other_processes(tmp_path):
 
 
 def test_the_data_must_have_the_targets_of_the_task(tmp_path):
-    with pytest.raises(
-        SettingsError, match=r"expected 'classification', the task of data.dataset = 'digits'"
-    ):
+    with pytest.raises(SettingsError, match=r"'classification'.*'digits'"):
         _ = RunData(DataSpec(task="regression")).dataset
 
 
@@ -360,7 +358,7 @@ def test_a_partition_shows_tenths_of_the_target(tmp_path, call):
     assert f" to {max(LENGTH):.4g}" in shown
 
 
-def test_a_run_speaks_of_its_headline_metric(tmp_path):
+def test_run_prints_its_headline_metric(tmp_path):
     lines = []
     changes = {"early-stopping": 1, "rounds": 6}
     changes |= {"training.optimizer": "sgd", "training.lr": 1e-30}  # without improvement
@@ -410,7 +408,7 @@ THREE = ("mlp", "mlp2", "mlp3")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fml", "fedmd", "feddf"])
-def test_three_architectures_on_ray_give_the_numbers_of_one_process(method, tmp_path):
+def test_three_architectures_on_ray_give_the_metrics_of_one_process(method, tmp_path):
     changes = {**fast(method), "models.pool": THREE}
     changes["data.loss"] = "quantile" if method == "fedmd" else "auto"
     for backend in ("inline", "ray"):
@@ -484,7 +482,7 @@ def test_a_comparison_uses_the_headline_metric_of_the_runs(trained, tmp_path, ca
     _, text, _ = call("compare", trained / "runs", "--out", tmp_path / "out")
     assert "last round, RMSE" in text
     assert "accuracy" not in (tmp_path / "out" / "compare.html").read_text().lower()
-    with pytest.raises(SettingsError, match=r"must be one of rmse, mae, r2 .*, got 'accuracy'"):
+    with pytest.raises(SettingsError, match=r"rmse, mae, r2 .*'accuracy'"):
         report.compare([trained / "runs"], metric="accuracy")
 
 
@@ -499,9 +497,7 @@ def test_the_default_target_of_r2_is_reached_by_all_runs(trained):
 def test_runs_of_different_tasks_are_not_compared_by_default(trained, tmp_path):
     run(small("local", clients=2, rounds=1, models="mlp"), tmp_path / "classes")
     both = [tmp_path / "classes", trained / "runs"]
-    with pytest.raises(
-        SettingsError, match="expected runs with the same headline metric, got accuracy"
-    ):
+    with pytest.raises(SettingsError, match="accuracy"):
         report.compare(both)
     assert report.compare(both, metric="rmse").metric.name == "rmse"
 
@@ -646,7 +642,7 @@ def test_a_private_site_takes_its_scale_from_the_schema_alone(tmp_path, monkeypa
     assert (seen[0]["task"], seen[0]["classes"], seen[0]["samples"]) == ("regression", 1, 2)
     for task, classes in (("auto", 0), ("classification", 2)):
         run_of = resolve({"method": "fedavg", "data.task": task, "models.num-classes": classes})
-        with pytest.raises(SettingsError, match="'regression' as declared by this site"):
+        with pytest.raises(SettingsError, match="'regression'"):
             Declaration.from_files(f"table:{tmp_path / 'a'}", 2**20).check(run_of.run)
 
 
@@ -709,7 +705,7 @@ def test_a_site_reads_the_targets_with_the_schema_of_all_sites(tmp_path):
         )[:, 0]
     )
     np.testing.assert_allclose(rows, np.sort(LENGTH[:40]), rtol=1e-5)
-    with pytest.raises(SettingsError, match=r"data.task: expected 'regression', .* got 'auto'"):
+    with pytest.raises(SettingsError, match=r"data\.task.*'regression'.*'auto'"):
         site_data(f"table:{site}", spec=DataSpec(), classes=2, name="a")
 
 
@@ -870,7 +866,7 @@ def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeyp
     find_task.cache_clear()
     monkeypatch.setattr(tasks, "entry_points", lambda group: [Point()])
     try:
-        with pytest.raises(SettingsError, match="registered metrics"):
+        with pytest.raises(SettingsError, match="metrics"):
             find_task("absolute")
         bias = Metric("bias", "bias", lambda p: float((p.predicted - p.truth).mean()), -1e9, 1e9,
                       task="absolute")  # fmt: skip
@@ -880,7 +876,7 @@ def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeyp
         summary = run(config, tmp_path / "run")
         assert summary["metric"] == "bias"
         assert list(summary["metrics"]) == ["bias", "mae"]
-        with pytest.raises(SettingsError, match="unsupported by felo"):
+        with pytest.raises(SettingsError, match="felo"):
             on_table("felo", tmp_path / "a.csv", **changes)
         assert task_of(tasks.stored_task(AbsoluteRegression((1.0,), (2.0,)))).means == (1.0,)
     finally:
@@ -897,5 +893,5 @@ def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeyp
         ([5.0, 5.0], ["5", "5"]),
     ],
 )
-def test_predicted_numbers_are_printed_apart(column, texts):
+def test_predicted_numbers_are_printed_in_columns(column, texts):
     assert numbers(np.array(column)) == texts

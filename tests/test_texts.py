@@ -82,9 +82,9 @@ def test_windows_are_labeled_with_the_word_that_follows(tmp_path):
     one_file = load(spec("", **options | {"dataset": f"next-token:{tmp_path / 'train.txt'}"}))
     assert one_file.train.x.equal(data.train.x)
     assert one_file.test is None
-    with pytest.raises(SettingsError, match=r"at most 4,096 tokens, got 8,192. With data.tok"):
+    with pytest.raises(SettingsError, match=r"4,096.*8,192"):
         load(spec("", **options | {"vocabulary": 8192}))
-    with pytest.raises(DataError, match=r"test.txt: expected more than data.max-tokens = 9 tokens"):
+    with pytest.raises(DataError, match=r"test\.txt: .*9 tokens"):
         load(spec("", **options | {"max_tokens": 9}))
     (tmp_path / "train.txt").unlink()
     with pytest.raises(DataError, match=r"train.txt"):
@@ -107,7 +107,7 @@ def test_in_tsv_quotes_mean_nothing(tmp_path):
     assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in rows]
 
 
-def test_columns_by_number_join_and_labels_of_numbers_are_in_order(tmp_path):
+def test_columns_by_index_are_joined_and_numeric_labels_sorted(tmp_path):
     rows = [("10", "a", "b"), ("9", "c", "d"), ("2", "e", "f")]
     path = write(tmp_path / "all.csv", rows, None)
     data = load(spec(path, text_column=["2", "3"], label_column="1", max_tokens=4))
@@ -116,7 +116,7 @@ def test_columns_by_number_join_and_labels_of_numbers_are_in_order(tmp_path):
     assert data.train.x[0].tolist() == by_hand("a b", 8192, 4)
 
 
-def test_a_column_says_who_is_a_client(tmp_path):
+def test_column_names_owners(tmp_path):
     path = write(tmp_path / "all.csv")
     found = RunData(spec(path, by="who")).partition()
     assert [rows.tolist() for rows in found] == [
@@ -128,33 +128,31 @@ def test_a_column_says_who_is_a_client(tmp_path):
     assert len(kept.groups) == 10
     named = {by_hand(r[0], 8192, 128)[0]: r[2] for r in ROWS}
     assert [named[int(x[0])] for x in kept.train.x] == [["ann", "bob"][g] for g in kept.groups]
-    with pytest.raises(DataError, match=r"must be at most 2, the number of groups in data\.by"):
+    with pytest.raises(DataError, match=r"2.*data\.by"):
         RunData(spec(path, by="who", clients=3, min_samples=2)).partition()
-    with pytest.raises(
-        DataError, match=r"must be at most 1, because only 1 of the 2 groups in data\.by"
-    ):
+    with pytest.raises(DataError, match=r"1 of the 2 groups in data\.by"):
         RunData(spec(path, by="who", min_samples=10)).partition()
-    with pytest.raises(SettingsError, match=r"data\.by is unsupported"):
+    with pytest.raises(SettingsError, match=r"data\.by"):
         load(DataSpec(by="who"))
     for owner in ("", " ", "NULL"):
         other = write(tmp_path / "b.csv", [*ROWS, ("x", "0", owner)])
-        with pytest.raises(DataError, match=r"row \d+, column 'who': values of the column"):
+        with pytest.raises(DataError, match=r"row \d+, column 'who'"):
             load(spec(other, by="who"))
 
 
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "tsv", "jsonl"])
-def test_rows_take_no_more_memory_than_is_allowed(tmp_path, ending):
+def test_memory_of_rows_is_limited(tmp_path, ending):
     rows = [(f"{k} " + "word " * 400, str(k % 3)) for k in range(1000)]
     path = write(tmp_path / f"all.{ending}", rows, ("text", "label"))
     assert len(read_table(path, spec(path, max_bytes=4_000_000), texts=("text",))) == 1000
-    with pytest.raises(DataError, match=r"at most data\.max-bytes = 1000000"):
+    with pytest.raises(DataError, match=r"data\.max-bytes = 1000000"):
         read_table(path, spec(path, max_bytes=1_000_000), texts=("text",))
 
 
 def test_rows_are_counted_without_empty_lines(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('text,label\n\n"one\ntwo",1\n\nthree,NA\nfour,2\n')
-    with pytest.raises(DataError, match="row 2, column 'label': the label is missing"):
+    with pytest.raises(DataError, match="row 2, column 'label'"):
         load(spec(path))
 
 
@@ -184,7 +182,7 @@ def test_rows_are_counted_without_empty_lines(tmp_path):
         ("a.csv", 'text,label\n"x\x07",\x07\n', "label '.x07' must be printable"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path, name, content, fault):
+def test_invalid_file_raises(tmp_path, name, content, fault):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=fault) as error:
@@ -193,13 +191,13 @@ def test_a_bad_file_is_one_line(tmp_path, name, content, fault):
     assert "\n" not in str(error.value)
 
 
-def test_what_is_too_large_is_refused_before_it_is_unpacked(tmp_path):
+def test_oversized_file_raises_before_unpacking(tmp_path):
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"text,label\n" + b" " * 5_000_000))
     with pytest.raises(DataError, match=r"data\.max-bytes = 100000"):
         load(spec(path, max_bytes=100_000))
     small = write(tmp_path / "b.csv")
-    with pytest.raises(DataError, match="bytes in memory, got 655360"):
+    with pytest.raises(DataError, match="655360"):
         load(spec(small, max_bytes=100_000, max_tokens=4096))  # 20 texts of 8 bytes a token
 
 
@@ -210,16 +208,16 @@ def tree(root, rows=ROWS, part="train"):
     return root
 
 
-def test_a_tree_reads_as_a_file_does(tmp_path):
+def test_tree_equals_a_file(tmp_path):
     tree(tree(tmp_path), ROWS[:5], "test")
     data = load(spec(tmp_path, max_tokens=6))
     ordered = [row for label in ("money", "pets") for row in ROWS if row[1] == label]
     assert data.train.x.tolist() == [by_hand(row[0], 8192, 6) for row in ordered]
     assert (len(data.test), data.format.classes) == (5, ("money", "pets"))
-    with pytest.raises(SettingsError, match=r"data\.by must be 'folder' or empty .* got 'who'"):
+    with pytest.raises(SettingsError, match=r"data\.by.*'who'"):
         load(spec(tmp_path, by="who"))
     (tmp_path / "train" / "pets" / "bad.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"bad.txt: not valid UTF-8 text"):
+    with pytest.raises(DataError, match=r"bad\.txt"):
         load(spec(tmp_path, max_tokens=7))
 
 
@@ -229,7 +227,7 @@ def samples(data):
 
 
 @pytest.mark.parametrize("layout", ["csv", "tree"])
-def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
+def test_site_reads_its_directory_like_a_simulation(tmp_path, layout):
     """Compare a deployed node with its own directory with a client that has the same rows."""
     rows = [(text, label, who) for text, label, who in ROWS if who == "ann"]
     site = tmp_path / "site"
@@ -262,30 +260,26 @@ def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
     )
 
 
-def test_a_sites_labels_are_the_runs(tmp_path):
+def test_labels_of_a_site_are_those_of_the_run(tmp_path):
     write(tmp_path / "train.csv", [("x", "pets", ""), ("y", "pets", ""), ("z", "pets", "")])
 
     def site(**changes):
         changes = {"test_fraction": 0.34, **changes}
         return site_data(f"text:{tmp_path}", spec=spec("x", **changes), classes=2, name="site-a")
 
-    with pytest.raises(DataError, match=r"expected 2 classes or targets, .* got 1"):
+    with pytest.raises(DataError, match=r"2 classes.*1"):
         site()
     (tmp_path / "classes.txt").write_text("money\npets\n")
     assert site(vocabulary=99).train.y.tolist() == [1, 1]
     (tmp_path / "classes.txt").write_text("money\npet\n")
-    with pytest.raises(
-        DataError, match="row 1, column 'label': unknown class 'pets'; did you mean"
-    ):
+    with pytest.raises(DataError, match=r"row 1, column 'label': .*'pets'"):
         site(vocabulary=98)
     (tmp_path / "classes.txt").unlink()
     write(tmp_path / "train.csv", [("x", "1", ""), ("y", "1", ""), ("z", "0", "")])
     found = site(vocabulary=97)
     assert sorted([*found.train.y.tolist(), *found.test.y.tolist()]) == [0, 1, 1]
     (tmp_path / "train.tsv").write_text("text\tlabel\n")
-    with pytest.raises(
-        DataError, match=r"expected a single train file, got train\.csv and train\.tsv"
-    ):
+    with pytest.raises(DataError, match=r"train\.csv and train\.tsv"):
         site(vocabulary=96)
 
 
@@ -328,7 +322,7 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
     lengths = (x != 0).sum(1)
     assert set(lengths.tolist()) <= set((own != 0).sum(1).tolist())
     assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
-    with pytest.raises(SettingsError, match=r"public-samples must be at least 1"):
+    with pytest.raises(SettingsError, match=r"public-samples.*1"):
         RunData(whole.replace(public_samples=0)).public_set(
             data.format.kind, data.format.shape, None
         )
@@ -339,7 +333,7 @@ def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(
         DataError,
-        match="128 tokens with ids below 8192 as in the clients' data, got texts of up to",
+        match=r"128 tokens.*8192",
     ):
         RunData(public).public_set("text", (0, 128, 8192), None)
 
@@ -351,7 +345,7 @@ def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
     data = load(whole)
     assert (len(data.train), len(data.test), len(data.format.classes)) == (1200, 300, len(TOPICS))
     assert sum(map(len, RunData(whole).partition())) == 1200
-    with pytest.raises(DataError, match="expected a new or empty directory"):
+    with pytest.raises(DataError, match="directory"):
         write_example(kind, tmp_path / "a")
     write_example(kind, tmp_path / "b")
     again = load(whole.replace(dataset=f"{kind}:{tmp_path / 'b'}"))
@@ -391,7 +385,7 @@ def test_the_default_models_are_those_of_the_kind(tmp_path):
         ({"training.augment": "crop"}, "supports images .* got texts of up to"),
     ],
 )
-def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
+def test_unsupported_settings_for_texts_raise(tmp_path, changes, fault):
     place = write(tmp_path / "a.csv")
     config = resolve(
         {"data.dataset": f"text:{place}", "clients": 2, "data.min-samples": 2, **changes}
@@ -427,7 +421,7 @@ def test_token_changes_keep_words_and_order():
     assert torch.equal(CHANGES["text"]["strong"](single, torch.Generator()), single)
 
 
-def test_a_signal_file_reads_as_it_is(tmp_path):
+def test_signal_file_is_read_unchanged(tmp_path):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 2, 16)), np.arange(30) % 3
     np.savez(tmp_path / "train.npz", x=x, y=y, who=np.array(["b", "a", "b"] * 10))
@@ -439,10 +433,10 @@ def test_a_signal_file_reads_as_it_is(tmp_path):
     assert RunData(whole).owners() == {"client-0": "a", "client-1": "b"}
     np.savez(tmp_path / "train.npz", x=x[:, 0], y=y)  # one channel
     assert load(whole.replace(by="", max_bytes=10**6)).format.shape == (1, 16)
-    with pytest.raises(DataError, match="array 'who' not found"):
+    with pytest.raises(DataError, match="'who'"):
         load(whole.replace(max_bytes=10**6))
     np.savez(tmp_path / "train.npz", x=x, y=y, who=np.zeros((30, 2)))
-    with pytest.raises(DataError, match="who must be integers or words"):
+    with pytest.raises(DataError, match="who "):
         load(whole.replace(max_bytes=10**7))
     np.savez(tmp_path / "train.npz", x=x[..., None], y=y)
     with pytest.raises(DataError, match=r"x must be \[N, channels, time\]"):
@@ -461,7 +455,7 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
             np.savez(tmp_path / part / f"{client}.npz", x=x, y=y)
     whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2)
     assert RunData(whole).client(1).format.shape == (1, 16)
-    with pytest.raises(SettingsError, match="has one file per client"):
+    with pytest.raises(SettingsError):
         load(whole.replace(by="who"))
     site = tmp_path / "site"
     site.mkdir()

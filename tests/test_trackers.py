@@ -79,7 +79,7 @@ def test_settings_and_numbers_are_sent(tracker, tmp_path):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_run_outlives_its_tracker(tracker, tmp_path, caplog, place):
+def test_failing_tracker_does_not_end_the_run(tracker, tmp_path, caplog, place):
     name, put = tracker
     fails = {"wandb": ("init", "log"), "mlflow": ("start_run", "log_metrics")}[name][place]
     put(fails)
@@ -91,7 +91,7 @@ def test_a_run_outlives_its_tracker(tracker, tmp_path, caplog, place):
     assert len(said[0].splitlines()) == 1
 
 
-def test_a_file_for_prometheus_has_the_last_rounds_numbers(tmp_path):
+def test_prometheus_file_has_metrics_of_the_last_round(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
     summary = run(tracked("prometheus"), tmp_path / "run")
     text = (tmp_path / "run" / "metrics.prom").read_text()
@@ -108,7 +108,7 @@ def test_a_file_for_prometheus_has_the_last_rounds_numbers(tmp_path):
     assert values["fedhet_accuracy_personal_private_mean"] == pytest.approx(last)
 
 
-def test_without_the_library_the_error_explains_what_to_install(tracker, monkeypatch, tmp_path):
+def test_missing_library_raises(tracker, monkeypatch, tmp_path):
     name, _ = tracker
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=f"'{name}'"):
@@ -147,7 +147,7 @@ def test_the_headline_series_does_not_change_its_kind():
     assert ["headline/mean" in each for each in sent] == [True, True, False]
 
 
-def test_by_default_there_is_none():
+def test_no_tracker_by_default():
     assert trackers_of(small("local")) == []
 
 
@@ -170,7 +170,7 @@ def test_mlflow_in_a_folder(tmp_path, monkeypatch):
     assert found.info.status == "FINISHED"
 
 
-def test_a_watcher_of_ones_own(tmp_path):
+def test_custom_watcher(tmp_path):
     rounds = []
     own = SimpleNamespace(
         **{name: lambda *_: None for name in vars(Watcher) if not name.startswith("_")}

@@ -155,7 +155,7 @@ REFUSED = {  # files -> the first path that does not fit, and the fix
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("at_site", [False, True])
-def test_any_other_layout_is_one_line_with_the_path_and_the_fix(tmp_path, case, at_site):
+def test_other_layout_raises_with_path_and_fix(tmp_path, case, at_site):
     names, path, fix = REFUSED[case]
     root = plant(tmp_path / "tree", *names)
     with pytest.raises(DataError) as caught:
@@ -185,7 +185,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_a_part_or_class_without_samples_is_one_line(tmp_path, case):
+def test_part_or_class_without_samples_raises(tmp_path, case):
     names, fault = NOTHING[case]
     root = plant(tmp_path / "tree", *names)
     with pytest.raises(DataError) as caught:
@@ -267,7 +267,7 @@ REFUSED_OWNERS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_OWNERS)
-def test_any_other_layout_of_owners_is_one_line(tmp_path, case):
+def test_other_layout_of_owners_raises(tmp_path, case):
     names, path, fix = REFUSED_OWNERS[case]
     root = plant(tmp_path / "tree", *names)
     with pytest.raises(DataError) as caught:
@@ -279,7 +279,7 @@ def test_any_other_layout_of_owners_is_one_line(tmp_path, case):
 
 def test_directories_have_no_column_of_owners(tmp_path):
     root = plant(tmp_path / "tree", *FLAT)
-    with pytest.raises(SettingsError, match=r"data\.by must be 'folder' or empty .* got 'site'"):
+    with pytest.raises(SettingsError, match=r"data\.by.*'site'"):
         load(spec_of(root, by="site"))
 
 
@@ -308,26 +308,26 @@ def test_a_site_may_lack_samples_of_a_class(tmp_path):
     labels = [*found.train.y.tolist(), *found.test.y.tolist()]
     assert (found.format.classes, sorted(labels)) == (("b", "a", "c"), [0] * 4 + [1] * 4)
     (root / "classes.txt").unlink()
-    with pytest.raises(DataError, match=r"expected 3 classes or targets, as in the run, got 2"):
+    with pytest.raises(DataError, match=r"3 classes.*2"):
         site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s")
     plant(root, "train/c/", "train/unlabeled/*3.png")
     found = site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s", unlabeled=True)
     assert (found.format.classes, found.space, len(found.unlabeled)) == (("a", "b", "c"), (0, 1), 3)
     plant(root, "train/c/*2.dcm")
-    with pytest.raises(DataError, match=r"train/c: expected images .* got only 2 \.dcm"):
+    with pytest.raises(DataError, match=r"train/c: .*2 \.dcm"):
         site_data(f"imagefolder:{root}", spec=spec, classes=3, name="s")
 
 
 @pytest.mark.parametrize("name", ["loop.png", "pipe.png"])
-def test_a_file_that_is_not_regular_is_named(tmp_path, name):
+def test_special_file_raises(tmp_path, name):
     root = plant(tmp_path / "tree", *FLAT)
     path = root / "b" / name
     os.mkfifo(path) if name == "pipe.png" else path.symlink_to(name)
-    with pytest.raises(DataError, match=rf"b/{name}: expected a regular file"):
+    with pytest.raises(DataError, match=rf"b/{name}: "):
         load(spec_of(root))
 
 
-def test_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
+def test_unreadable_directory_raises(tmp_path, monkeypatch):
     root, scandir = plant(tmp_path / "tree", *FLAT), os.scandir
 
     def refused(path):
@@ -336,7 +336,7 @@ def test_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(DataError, match=r"b: not a readable directory \(Permission denied\)"):
+    with pytest.raises(DataError, match=r"b: .*Permission denied"):
         load(spec_of(root))
 
 
@@ -358,7 +358,7 @@ def test_files_for_prediction_are_found_and_counted(tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert "3 files are not used as images: 3 .dcm" in line
     (root / "link").symlink_to(tmp_path)
-    with pytest.raises(DataError, match=r"new/link/new: a symlink leads to"):
+    with pytest.raises(DataError, match="new/link/new"):
         _files_in([root], IMAGES)
 
 
@@ -402,11 +402,11 @@ def test_a_label_table_is_not_chosen_among_several(tmp_path):
     root = plant(tmp_path / "tree", "a/0.png", "b/0.png", "1.png")
     for name in ("labels.csv", "metadata.csv"):
         (root / name).write_text(TABLES[name])
-    with pytest.raises(DataError, match=r"got labels\.csv and metadata\.csv"):
+    with pytest.raises(DataError, match=r"labels\.csv and metadata\.csv"):
         load(spec_of(root))
     (root / "labels.csv").unlink()
     (root / "metadata.csv").write_text(TABLES["labels.csv"])
-    with pytest.raises(DataError, match=r"metadata\.csv: column 'file_name' not found, got 'file'"):
+    with pytest.raises(DataError, match=r"metadata\.csv: .*'file_name'.*'file'"):
         load(spec_of(root))
 
 
@@ -423,7 +423,7 @@ COLORS = RNG.integers(0, 256, (4, 6, 3), np.uint8)
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["png", "webp", "tiff"])
-def test_an_image_is_turned_as_its_exif_data_says(tmp_path, orientation, format):
+def test_image_is_rotated_by_exif_data(tmp_path, orientation, format):
     turned = {  # EXIF 2.3, 4.6.4: where row 0 and column 0 of the stored image are seen
         1: COLORS, 2: COLORS[:, ::-1], 3: COLORS[::-1, ::-1], 4: COLORS[::-1],
         5: COLORS.transpose(1, 0, 2), 6: COLORS[::-1].transpose(1, 0, 2),
@@ -492,7 +492,7 @@ def uncompressed_tiff(values, photometric):
 
 @pytest.mark.parametrize("kind", ["u1", "<u2"])
 @pytest.mark.parametrize("photometric", [0, 1])
-def test_zero_is_white_if_a_gray_tiff_says_so(tmp_path, kind, photometric):
+def test_gray_tiff_may_define_zero_as_white(tmp_path, kind, photometric):
     levels = np.array([[0, 1, 100, 255], [7, 30, 200, 254]])
     stored = (levels * (257 if kind == "<u2" else 1)).astype(kind)
     (tmp_path / "a.tif").write_bytes(uncompressed_tiff(stored, photometric))
@@ -503,9 +503,7 @@ def test_zero_is_white_if_a_gray_tiff_says_so(tmp_path, kind, photometric):
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_values_without_a_range_are_refused(tmp_path, kind):
     PIL.Image.fromarray(np.ones((2, 2), kind)).save(tmp_path / "a.tiff")
-    with pytest.raises(
-        DataError, match=r"a\.tiff: expected 8 or 16 bits per channel, .* whose range is unknown"
-    ):
+    with pytest.raises(DataError, match=r"a\.tiff: .*16 bits"):
         shown(tmp_path / "a.tiff")
 
 
@@ -520,7 +518,7 @@ def test_bilevel_and_palette_images(tmp_path):
     assert shown(tmp_path / "b.gif").transpose(1, 2, 0).tolist() == expected.tolist()
 
 
-def test_of_an_animation_the_first_frame_is_read(tmp_path):
+def test_first_frame_of_an_animation_is_read(tmp_path):
     frames = [PIL.Image.new("RGB", (3, 2), (value, 0, 0)) for value in (250, 5)]
     for ending in ("gif", "png", "webp", "tiff"):
         path = tmp_path / f"a.{ending}"
@@ -542,7 +540,7 @@ def test_cmyk_is_shown_by_subtraction(tmp_path):
 def test_only_formats_of_pictures_are_decoded(tmp_path):
     """Pillow would run Ghostscript on a file that begins like EPS, regardless of its name."""
     (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
-    with pytest.raises(DataError, match=r"a\.png: not a readable image"):
+    with pytest.raises(DataError, match=r"a\.png"):
         shown(tmp_path / "a.png")
     (tmp_path / "b.jpg").write_bytes(PICTURE)  # a PNG file that somebody has renamed
     assert shown(tmp_path / "b.jpg").shape == (3, 2, 3)
@@ -555,7 +553,7 @@ def test_a_picture_larger_than_pillow_allows_is_named(tmp_path):
 
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
     (tmp_path / "huge.png").write_bytes(header)
-    with pytest.raises(DataError, match=r"huge\.png: not a readable image"):
+    with pytest.raises(DataError, match=r"huge\.png"):
         shown(tmp_path / "huge.png", image_size=2)
 
 
@@ -582,17 +580,17 @@ def test_one_text_in_every_encoding(tmp_path, encoding):
 @pytest.mark.parametrize(
     "encoding", ["cp1252", "cp1251", "koi8-r", "shift-jis", "gb18030", "utf-16-le", "utf-32-be"]
 )
-def test_another_encoding_is_refused_and_not_misread(tmp_path, encoding):
+def test_other_encoding_raises(tmp_path, encoding):
     text = "日本語の文章です" if encoding in ("shift-jis", "gb18030") else "Это не латинский текст"
     text = TEXT if encoding == "cp1252" else "plain words" if "utf" in encoding else text
     path = plant(tmp_path, "c/a.txt", content=(text * 9).encode(encoding)) / "c" / "a.txt"
-    with pytest.raises(DataError, match=r"a\.txt: not valid UTF-8 text .*iconv -f"):
+    with pytest.raises(DataError, match=r"a\.txt: .*iconv -f"):
         tokens(path)
 
 
-def test_a_binary_file_is_no_text(tmp_path):
+def test_binary_file_raises_as_text(tmp_path):
     path = plant(tmp_path, "c/a", content=bytes(range(200)) + bytes(300)) / "c" / "a"
-    with pytest.raises(DataError, match="not valid UTF-8 text"):
+    with pytest.raises(DataError, match="UTF-8"):
         tokens(path)
 
 
@@ -608,7 +606,7 @@ def test_a_site_names_the_format_of_its_files(tmp_path, caplog):
     assert len(found.train) + len(found.test) == 13
 
 
-def test_nothing_of_the_counts_leaves_the_log(tmp_path, caplog):
+def test_counts_appear_only_in_the_log(tmp_path, caplog):
     """The counts are only in this machine's log, and in no object that is sent."""
     root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png", "train/a/*7.dcm")
     found = site_data(f"imagefolder:{root}", spec=DataSpec(test_fraction=0.25), classes=2, name="s")

@@ -53,7 +53,7 @@ def received(tmp_path, **changes):
     return tmp_path / "run", directory
 
 
-def test_a_model_of_theirs_is_asked_for_by_name(tmp_path, own, call, monkeypatch):
+def test_untrusted_model_raises_with_its_name(tmp_path, own, call, monkeypatch):
     directory, _ = received(tmp_path, models=["theirs:wide"])
     assert own()
     image = directory / "x.npz"
@@ -79,16 +79,16 @@ def test_a_model_of_theirs_is_asked_for_by_name(tmp_path, own, call, monkeypatch
 def test_from_python(tmp_path, own):
     directory, _ = received(tmp_path, models=["theirs:wide"])
     assert own()
-    with pytest.raises(SettingsError, match="trust='theirs' in Python"):
+    with pytest.raises(SettingsError, match="trust='theirs'"):
         fedhet.load(directory).model("client-0")
-    with pytest.raises(SettingsError, match="would import untrusted code"):
+    with pytest.raises(SettingsError, match="untrusted"):
         fedhet.run(resume=directory, rounds=3, progress=False)
     assert not own()
     assert fedhet.load(directory, trust="theirs").model("client-0")
     assert own()
 
 
-def test_a_method_is_not_imported_to_learn_its_settings(tmp_path, own, call):
+def test_untrusted_method_is_not_imported_for_its_settings(tmp_path, own, call):
     directory, _ = received(tmp_path, models=["mlp"])
     config = directory / "config.toml"
     config.write_text(config.read_text().replace('method = "local"', 'method = "theirs.local"'))
@@ -108,7 +108,7 @@ def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
     client = open_client(directory, "client-0")
     assert client.record.format.shape == (6,)
     assert not own()
-    with pytest.raises(SettingsError, match="would import untrusted code, 'theirs:load'"):
+    with pytest.raises(SettingsError, match="'theirs:load'"):
         client.accuracy()
     assert not own()
     card = export(client, "safetensors", tmp_path / "m.safetensors")
@@ -118,7 +118,7 @@ def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
 
 
 @pytest.mark.parametrize("words", [["report", "."], ["methods"], ["predict", ".", "a", "b"]])
-def test_nothing_is_imported_from_the_working_folder(tmp_path, words):
+def test_nothing_is_imported_from_the_working_directory(tmp_path, words):
     for name in ("typer", "numpy", "rich", "pandas", "matplotlib", "pydantic"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the folder')")
     root = Path(fedhet.__file__).parents[1]

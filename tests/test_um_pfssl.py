@@ -107,7 +107,7 @@ def test_sampled_client_equals_algorithm_1(tmp_path, kind, divergence, pseudo_la
     quiet(client.models["private"])  # else the masks of training, which are the engine's, count
     start = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
     states = {0: start, 3: weights(7), 4: weights(8)}
-    answer = client.train(2, message(rows=[(3, 1, FILL, 7), (4, 1, FILL, 8)]))
+    reply = client.train(2, message(rows=[(3, 1, FILL, 7), (4, 1, FILL, 8)]))
 
     relations = {j: reference_relation(client, s, j, 1, kind) for j, s in states.items()}
     mean = {
@@ -147,14 +147,14 @@ def test_sampled_client_equals_algorithm_1(tmp_path, kind, divergence, pseudo_la
             (sum(losses) / len(losses)).backward()
             descent.step()
     for name, tensor in model.state_dict().items():
-        np.testing.assert_allclose(answer.group("weights")[name], tensor, rtol=1e-3, atol=5e-4)
+        np.testing.assert_allclose(reply.group("weights")[name], tensor, rtol=1e-3, atol=5e-4)
     error = np.mean(np.argmax(pseudo, 1) != client.unlabeled.y.numpy())
-    assert answer.scalars["pseudo_error"] == pytest.approx(error)
-    listed = dict(zip(answer.tensors["numbers"], answer.tensors["relations"], strict=True))
+    assert reply.scalars["pseudo_error"] == pytest.approx(error)
+    listed = dict(zip(reply.tensors["numbers"], reply.tensors["relations"], strict=True))
     assert listed[3] == pytest.approx(relations[3], abs=1e-5)
     assert listed[4] == pytest.approx(relations[4], abs=1e-5)
     assert listed[0] == pytest.approx(
-        reference_relation(client, answer.group("weights"), 0, 2, kind), abs=1e-5
+        reference_relation(client, reply.group("weights"), 0, 2, kind), abs=1e-5
     )
 
 
@@ -206,8 +206,8 @@ def weights_of(client):
     return torch.cat([p.detach().flatten() for p in client.models["private"].parameters()])
 
 
-def listed(answer):
-    return dict(zip(*(answer.tensors[k].tolist() for k in ("numbers", "versions")), strict=True))
+def listed(reply):
+    return dict(zip(*(reply.tensors[k].tolist() for k in ("numbers", "versions")), strict=True))
 
 
 @pytest.mark.usefixtures("steady_adam")
@@ -215,7 +215,7 @@ def test_warm_up_uses_only_labeled_samples(tmp_path):
     client = opened(tmp_path, warm_up=2)
     client.unlabeled.x.fill_(torch.nan)  # would make the weights NaN too
     quiet(client.models["private"])
-    answer = client.train(1, message(train=False))
+    reply = client.train(1, message(train=False))
     model = models.build(MODEL, (1, 8, 8), 10, seed=0).train()
     quiet(model)
     adam = torch.optim.Adam(model.parameters(), lr=client.training.lr)
@@ -227,7 +227,7 @@ def test_warm_up_uses_only_labeled_samples(tmp_path):
             loss.backward()
             adam.step()
     for name, tensor in model.state_dict().items():
-        np.testing.assert_allclose(answer.group("weights")[name], tensor, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(reply.group("weights")[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_searching_client_keeps_its_model(tmp_path):
@@ -236,13 +236,13 @@ def test_searching_client_keeps_its_model(tmp_path):
     client.train(2, message(rows=[(1, 1, FILL, 5), (2, 1, FILL, 6)]))
     before = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     told = message(train=False, rows=[(2, 2, REFRESH, 9), (4, 2, CANDIDATE, 10)], held=2)
-    answer = client.train(3, told)
-    assert not answer.group("weights")
-    assert "pseudo_error" not in answer.scalars
+    reply = client.train(3, told)
+    assert not reply.group("weights")
+    assert "pseudo_error" not in reply.scalars
     assert all(torch.equal(t, before[n]) for n, t in client.models["private"].state_dict().items())
     assert client.state.metadata["trained"] == 2
-    assert listed(answer)[0] == 2
-    assert listed(answer).get(2, 2) == 2  # the newer version, if it is still a helper
+    assert listed(reply)[0] == 2
+    assert listed(reply).get(2, 2) == 2  # the newer version, if it is still a helper
 
 
 def test_helper_list_is_restored_with_its_relations(tmp_path):
@@ -292,10 +292,10 @@ class Wire:
         """(round, client's number, model's number, version, role)."""
 
     def ask(self, round):
-        asked = self.server.ask(round)
-        for proxy, _ in asked:
+        instructions = self.server.ask(round)
+        for proxy, _ in instructions:
             proxy.make_payload = self.noting(round, proxy.make_payload)
-        return asked
+        return instructions
 
     def noting(self, round, make):
         def noted():
@@ -312,11 +312,13 @@ class Wire:
         return noted
 
     def play(self, round, without=()):
-        asked = self.ask(round)
-        answers = self.server.answers([pair for pair in asked if pair[0].name not in without])
-        self.flower.aggregate_fit(round, answers, [])
+        instructions = self.ask(round)
+        replies = self.server.answers(
+            [pair for pair in instructions if pair[0].name not in without]
+        )
+        self.flower.aggregate_fit(round, replies, [])
         self.server.close(round)
-        return {proxy.name for proxy, _ in asked}
+        return {proxy.name for proxy, _ in instructions}
 
 
 def test_protocol_of_a_small_federation(tmp_path):
@@ -327,8 +329,8 @@ def test_protocol_of_a_small_federation(tmp_path):
     assert not wire.sent
     trained = {1: set(names)}
     for round in range(2, 9):
-        asked = wire.play(round)
-        trained[round] = set(asked) & set(wire.flower.state.selection.training)
+        instructions = wire.play(round)
+        trained[round] = set(instructions) & set(wire.flower.state.selection.training)
         assert len(trained[round]) == 2
     numbers = wire.strategy.numbers
     uploads = {n: [r for r in trained if name in trained[r]] for name, n in numbers.items()}
@@ -375,13 +377,13 @@ def test_lost_upload_is_repeated(tmp_path):
     """One client's warm-up reply is lost, and its next reply contains the model."""
     config = um(clients=4, fraction=0.25, refresh=100)
     wire = Wire(config, tmp_path / "run")
-    asked = wire.ask(1)
-    answers = wire.server.answers(asked)
-    arrived = [pair for pair in answers if pair[0].name != "client-1"]
+    instructions = wire.ask(1)
+    replies = wire.server.answers(instructions)
+    arrived = [pair for pair in replies if pair[0].name != "client-1"]
     wire.flower.aggregate_fit(1, arrived, [])
     wire.server.close(1)
     assert set(wire.strategy.versions) == {0, 2, 3}
-    client = client_of(next(proxy for proxy, _ in asked if proxy.name == "client-1"))
+    client = client_of(next(proxy for proxy, _ in instructions if proxy.name == "client-1"))
     trained = {n: t.clone() for n, t in client.models["private"].state_dict().items()}
     wire.play(2)
     assert not wire.strategy.plans["client-1"].train
@@ -389,8 +391,8 @@ def test_lost_upload_is_repeated(tmp_path):
     for name, value in wire.strategy.pool.get((1, 2)).items():
         np.testing.assert_array_equal(value, trained[name])
     for round in (3, 4, 5):
-        asked = wire.play(round)
-        assert "client-1" not in asked or not wire.strategy.plans["client-1"].warm_up
+        instructions = wire.play(round)
+        assert "client-1" not in instructions or not wire.strategy.plans["client-1"].warm_up
         assert wire.strategy.versions[1] == 2 or wire.strategy.plans["client-1"].train
 
 
@@ -415,8 +417,8 @@ def test_known_models_are_not_sent_again(tmp_path):
     config = um(clients=4, fraction=0.25, search_rounds=0, refresh=1, rounds=8, helpers=2)
     wire = Wire(config, tmp_path / "run")
     for round in range(1, 8):
-        asked = wire.play(round)
-        for name in asked:
+        instructions = wire.play(round)
+        for name in instructions:
             number = wire.strategy.numbers[name]
             got = [row for row in wire.sent if row[:2] == (round, number)]
             assert got or name in wire.flower.state.selection.training
@@ -449,16 +451,16 @@ def test_searching_client_keeps_its_metrics(tmp_path):
     wire = Wire(config, tmp_path / "run")
     for round in (1, 2, 3):
         wire.play(round)
-    asked = wire.ask(4)
+    instructions = wire.ask(4)
     searching = wire.flower.state.selection.assisting
     assert searching
-    for proxy, ins in asked:
+    for proxy, ins in instructions:
         assert ins.config["evaluate"] == (proxy.name not in searching)
-    answers = wire.server.answers(asked)
-    for proxy, result in answers:
+    replies = wire.server.answers(instructions)
+    for proxy, result in replies:
         measured = any(name.startswith("accuracy") for name in result.metrics)
         assert measured == (proxy.name not in searching)
-    wire.flower.aggregate_fit(4, answers, [])
+    wire.flower.aggregate_fit(4, replies, [])
     assert not json.loads(wire.flower.state.to_json())["changed"]
 
 
@@ -476,13 +478,13 @@ def test_invalid_list_is_ignored(tmp_path, numbers, fault):
     wire.play(2)
     before = dict(wire.strategy.lists)
     forged = to_arrays([Helper(n, 1, 0.5) for n in numbers])
-    answers = [
+    replies = [
         (proxy, altered(result, lambda found: found.update(forged)))
         if proxy.name == "client-2"
         else (proxy, result)
         for proxy, result in wire.server.answers(wire.ask(3))
     ]
-    wire.flower.aggregate_fit(3, answers, [])
+    wire.flower.aggregate_fit(3, replies, [])
     assert wire.strategy.lists["client-2"] == before["client-2"]
     assert wire.flower.state.record.failed == {}
     assert [
@@ -494,10 +496,10 @@ def test_invalid_list_is_ignored(tmp_path, numbers, fault):
 
 def test_replies_are_stored_on_disk(tmp_path):
     wire = Wire(um(clients=3), tmp_path / "run")
-    answers = wire.server.answers(wire.ask(1))
-    assert all(isinstance(result.parameters, SpooledPayload) for _, result in answers)
+    replies = wire.server.answers(wire.ask(1))
+    assert all(isinstance(result.parameters, SpooledPayload) for _, result in replies)
     assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
-    wire.flower.aggregate_fit(1, answers, [])
+    wire.flower.aggregate_fit(1, replies, [])
     assert not list((tmp_path / "run" / "inbox").iterdir())
     assert wire.strategy.pool.contents() == [(0, 1), (1, 1), (2, 1)]
 

@@ -93,7 +93,7 @@ def test_samples_of_held_out_clients_are_unused(tmp_path):
     assert torch.equal(labeled.x, torch.cat([split.x for split in seen]))
 
 
-# What they judge
+# Evaluation
 
 
 def learned(model: nn.Module, split, epochs: int, batch: int, lr: float, order) -> None:

@@ -272,9 +272,9 @@ def test_excess_features_are_dropped_at_random(tmp_path):
 def test_cvae_uses_the_threads_of_the_run(tmp_path):
     server = Server(velo(), tmp_path)
     for round in (1, 2):
-        answers = server.answers(server.ask(round))
+        replies = server.answers(server.ask(round))
         torch.set_num_threads(2)
-        server.flower.aggregate_fit(round, answers, [])
+        server.flower.aggregate_fit(round, replies, [])
         assert torch.get_num_threads() == server.strategy.run.engine.threads == 1
 
 
@@ -409,12 +409,12 @@ def test_client_with_one_feature_per_class_equals_felo(tmp_path, norm):
 
 
 def test_first_participation_is_cross_entropy(tmp_path):
-    answers = []
+    replies = []
     for name, taught in (("with", knowledge(1)), ("without", {})):
         client = opened(small("velo", models="mlp"), tmp_path / name)
         client.state.metadata["participations"] = 0
-        answers.append(dict(client.train(1, Knowledge(taught)).tensors))
-    assert same(*answers)
+        replies.append(dict(client.train(1, Knowledge(taught)).tensors))
+    assert same(*replies)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -430,7 +430,7 @@ def test_other_number_of_features_raises(tmp_path, count):
         read(count)
 
 
-# --- whole runs -----------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------
 
 
 def test_run_with_several_features_a_class(tmp_path):

@@ -45,7 +45,7 @@ def answered(status):
     return sum(client.state == "done" for client in status.clients) >= 2
 
 
-def test_a_status_says_who_has_answered_and_at_the_end_that_it_is_over(tmp_path):
+def test_status_shows_replies_and_completion(tmp_path):
     looking = Looking(tmp_path / "run")
     summary = run(small("fedavg"), tmp_path / "run", [looking])
     before, after = looking.seen[0], read_status(tmp_path / "run")
@@ -62,7 +62,7 @@ def test_a_status_says_who_has_answered_and_at_the_end_that_it_is_over(tmp_path)
         assert (client.accuracy, client.line) == (pytest.approx(mine), "round 2: replied")
 
 
-def test_a_killed_run_is_said_to_have_stopped(tmp_path):
+def test_killed_run_is_shown_as_stopped(tmp_path):
     command = "run fedavg --clients 2 --rounds 500 --backend inline --out run".split()
     where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     started = subprocess.Popen(
@@ -78,14 +78,14 @@ def test_a_killed_run_is_said_to_have_stopped(tmp_path):
     assert read_status(tmp_path / "run").stage == "stopped"
 
 
-def test_clients_that_rest_or_are_excluded_are_told_apart():
+def test_backing_off_and_excluded_clients_are_distinguished():
     health = ClientHealth(max_refusals=1, max_silences=1, notice=lambda text: None)
     health.update(1, {"a": "refused", "b": "silent", "c": None}, ["a", "b", "c"])
     found = [health.exclusion_reason(2, name) for name in "abc"]
     assert found == ["excluded", "backing off", ""]
 
 
-def test_a_damaged_status_is_one_line(tmp_path):
+def test_damaged_status_raises(tmp_path):
     path = make(tmp_path / "run")
     (path / "status.json").write_text('{"round": "many"}')
     with pytest.raises(StateError, match=r"status\.json: round"):
@@ -137,18 +137,18 @@ def get(address, path, host=None):
     place = address.removeprefix("http://").rstrip("/")
     connection = http.client.HTTPConnection(place, timeout=30)
     connection.request("GET", path, headers={"Host": host or place})
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(), answer
+    reply = connection.getresponse()
+    return reply.status, reply.read().decode(), reply
 
 
-def test_pages_are_served_of_the_runs_that_are_there_alone(runs, tmp_path):
+def test_only_existing_runs_are_served(runs, tmp_path):
     (tmp_path / "secret").write_text("secret")
     with serve(runs) as address:
         assert address.startswith("http://127.0.0.1:")
-        status, page, answer = get(address, "/")
+        status, page, reply = get(address, "/")
         assert status == 200
         assert all(name in page for name in ("felo-0", "felo-1", "a b"))
-        assert answer.headers["Content-Type"].startswith("text/html")
+        assert reply.headers["Content-Type"].startswith("text/html")
         assert get(address, "/run/a%20b")[0] == 200
         assert get(address, "/compare?run=felo-0&run=a+b")[0] == 200
         assert json.loads(get(address, "/status/felo-1")[1])["stage"] == "finished"
@@ -163,7 +163,7 @@ def test_pages_are_served_of_the_runs_that_are_there_alone(runs, tmp_path):
         assert "later" in get(address, "/")[1]
 
 
-def test_a_page_is_made_again_only_if_its_run_has_changed(runs, monkeypatch):
+def test_page_is_rebuilt_only_if_its_run_changed(runs, monkeypatch):
     made = []
     monkeypatch.setattr(
         watch, "render_run", lambda run, live: (made.append(run), str(run.baseline is None))[1]
@@ -189,7 +189,7 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(runs):
         assert "metrics.jsonl: line 1" in get(address, "/")[1]
 
 
-def test_a_port_that_is_taken_is_named(runs):
+def test_occupied_port_raises(runs):
     with serve(runs) as address:
         port = int(address.rstrip("/").rpartition(":")[2])
         with pytest.raises(SettingsError, match=str(port)), serve(runs, port):

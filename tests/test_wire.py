@@ -118,8 +118,8 @@ def test_held_weights_are_not_sent_again(tmp_path):
 def test_server_tracks_decoded_weights_of_each_client(encoding, tmp_path):
     server = Server(encoded("felo", encoding), tmp_path)
     for number in (1, 2, 3):
-        asked = server.ask(number)
-        for proxy, ins in asked:
+        instructions = server.ask(number)
+        for proxy, ins in instructions:
             kept = server.flower.state.calls.sent(proxy.name, number)[0]
             came = received(proxy, ins).tensors
             if kept is None:  # without weights, nothing builds on it
@@ -128,7 +128,7 @@ def test_server_tracks_decoded_weights_of_each_client(encoding, tmp_path):
                 continue
             assert kept.tensors.keys() == came.keys()
             assert all(kept.tensors[n].tobytes() == v.tobytes() for n, v in came.items())
-        server.flower.aggregate_fit(number, server.answers(asked), [])
+        server.flower.aggregate_fit(number, server.answers(instructions), [])
         server.close(number)
 
 
@@ -160,8 +160,8 @@ def test_client_that_lost_its_weights_receives_full_weights(encoding, happens, t
         for server in servers:
             if number > 1 and server is servers[1]:
                 happens(folders(server)[0])
-            _, answers = server.play(number)
-            assert not any("error" in result.metrics for _, result in answers)
+            _, replies = server.play(number)
+            assert not any("error" in result.metrics for _, result in replies)
             server.close(number)
     whole, lost = (server.strategy.averaged["weights"] for server in servers)
     for name, value in whole.items():
@@ -173,13 +173,13 @@ def test_client_that_lost_its_weights_receives_full_weights(encoding, happens, t
 
 def test_reply_with_an_unknown_base_is_dropped(tmp_path):
     server = Server(encoded(), tmp_path)
-    asked = server.ask(1)
-    server.flower.state.calls.close(asked[0][0].name, 1)
-    answers = server.answers(asked)
-    server.flower.aggregate_fit(1, answers, [])
+    instructions = server.ask(1)
+    server.flower.state.calls.close(instructions[0][0].name, 1)
+    replies = server.answers(instructions)
+    server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
-    assert list(failed) == [asked[0][0].name]
-    assert "base: " in failed[asked[0][0].name]
+    assert list(failed) == [instructions[0][0].name]
+    assert "base: " in failed[instructions[0][0].name]
 
 
 # --- what is left unsent ----------------------------------------------------------------------
@@ -189,8 +189,8 @@ def test_repeated_round_counts_the_residual_once(tmp_path):
     server = Server(encoded(encoding="top-k"), tmp_path)
     server.play(1)
     server.close(1)
-    asked = server.ask(2)
-    proxy, ins = asked[0]
+    instructions = server.ask(2)
+    proxy, ins = instructions[0]
 
     def played():
         result = proxy._proxy.fit(ins, None, 0)
@@ -210,10 +210,10 @@ def test_sent_and_residual_values_sum_to_the_change(tmp_path):
     server = Server(encoded(encoding="top-k", clients=2), tmp_path)
     learned, came = {}, {}
     for number in (1, 2, 3):
-        asked = server.ask(number)
-        starts = {proxy.name: received(proxy, ins).group("weights") for proxy, ins in asked}
-        answers = server.answers(asked)
-        for proxy, result in answers:
+        instructions = server.ask(number)
+        starts = {proxy.name: received(proxy, ins).group("weights") for proxy, ins in instructions}
+        replies = server.answers(instructions)
+        for proxy, result in replies:
             client, start = client_of(proxy), starts[proxy.name]
             find = server.flower.state.calls.bases_of(proxy.name)
             reply = decode(parameters_to_ndarrays(result.parameters), "a", find)[1]
@@ -222,11 +222,11 @@ def test_sent_and_residual_values_sum_to_the_change(tmp_path):
                 after = client.network.state_dict()[name].numpy()
                 learned[place] = learned.get(place, 0) + after - start[name]
                 came[place] = came.get(place, 0) + value - start[name]
-        server.flower.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, replies, [])
         if number < 3:
             server.close(number)
     compared = 0
-    for proxy, _ in asked:
+    for proxy, _ in instructions:
         for name, value in client_of(proxy).state.tensors.items():
             place = proxy.name, name.removeprefix("unsent/weights/")
             np.testing.assert_allclose(came[place] + value.numpy(), learned[place], atol=1e-4)

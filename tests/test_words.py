@@ -56,7 +56,7 @@ def said_by(*words):
     ],
 )
 def test_synonym_suggests_the_setting(word, name):
-    # felo has no epochs of its own, velo and feddf have.
+    # felo has no setting `epochs`; velo and feddf have one.
     result = CliRunner().invoke(app, ["run", "felo", "--set", f"{word}=1"])
     assert str(result.exception) == f"unknown setting '{word}'; did you mean '{name}'?"
 
