@@ -69,9 +69,10 @@ def test_external_method_runs_and_evaluates_its_kind(inline):
     assert 2 * 2 * 2 * 32 * 4 < inline["bytes_up"] < 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [("run", "--backend", "ray"), pytest.param(("deploy-local",), marks=pytest.mark.slow)],
+    [("run", "--backend", "ray"), ("deploy-local",)],
 )
 def test_ray_and_deployment_give_identical_metrics(elsewhere, inline, command):
     name = command[0] if command[0] != "run" else "ray"

@@ -71,7 +71,7 @@ def test_error_in_user_code_ends_a_simulation_with_its_location(own, tmp_path, c
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_failing_classical_model_ends_a_simulation(own, tmp_path, call, backend):
     model = own.replace("tired", "unfit")
     status, said, fault = call(*words(model, tmp_path, backend))
@@ -112,7 +112,7 @@ def test_other_clients_continue_without_strict(own, tmp_path, call):
     assert summary["accuracy"]["common"]["private"]["per_client"].keys() == {"client-1"}
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_unsupported_custom_model_raises_before_round_1(own, tmp_path, call, backend):
     model = own.replace("tired", "fixed")
     _, _, *settings = words(model, tmp_path, backend)

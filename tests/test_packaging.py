@@ -119,6 +119,7 @@ def superlink(folder, environment):
         end_trees([process])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_flwr_run_of_the_unpacked_bundle_completes_with_its_table_and_page(bundle, tmp_path):
     """Start the app like a user of Flower; the installed fedhet must not write the report."""

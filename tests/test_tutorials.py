@@ -40,7 +40,13 @@ def commands(page: str) -> str:
     return "\n".join(runs.sub(rf"\1 {SMALL[page]}", line) for line in kept)
 
 
-@pytest.mark.parametrize("page", SMALL)
+@pytest.mark.parametrize(
+    "page",
+    [
+        "own-data.md",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("start.md", "regression.md")),
+    ],
+)
 def test_commands_of_a_tutorial_run(page, tmp_path):
     script = commands(page)
     assert script.count("fedhet ") >= 6

@@ -57,9 +57,8 @@ def test_resumed_run_is_equal_bit_for_bit(method, encoding, changes, tmp_path):
     cut_and_resumed(config, tmp_path, 3, "after" if method == "felo" else "before")
 
 
-@pytest.mark.parametrize(
-    "encoding", ["top-k", *[pytest.param(e, marks=pytest.mark.slow) for e in LOSSY[:2]]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["top-k", *LOSSY[:2]])
 def test_ray_gives_the_metrics_of_inline(encoding, tmp_path):
     config = encoded("felo", encoding, rounds=3, max_samples=200)
     inline = run(config, tmp_path / "inline")
