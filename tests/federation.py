@@ -170,7 +170,7 @@ class Server:
             node = read_node(node_config, config.run, str(directory / "state"), self.strategy.data)
             yield simulation.InlineProxy(config, node)
 
-    def ask(self, round: int) -> list[tuple[object, FitIns]]:
+    def instruct(self, round: int) -> list[tuple[object, FitIns]]:
         """Return the instructions of a round."""
         return self.flower.configure_fit(round, None, self.manager)
 
@@ -183,12 +183,12 @@ class Server:
 
     def play(self, round: int):
         """Run a round without its evaluation; return the instructions and the replies."""
-        instructions = self.ask(round)
-        replies = self.answers(instructions)
+        instructions = self.instruct(round)
+        replies = self.train(instructions)
         self.flower.aggregate_fit(round, replies, [])
         return instructions, replies
 
-    def answers(self, instructions) -> list[tuple[object, FitRes]]:
+    def train(self, instructions) -> list[tuple[object, FitRes]]:
         """Let every client train. A reply on disk can still be read after the round."""
         replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in instructions]
         for _, result in replies:

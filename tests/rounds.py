@@ -132,9 +132,9 @@ def assert_only_rows_per_class(
     field `also`.
     """
     server = Server(config, directory)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     assert not instruction_of(instructions[0]).tensors
-    replies = server.answers(instructions)
+    replies = server.train(instructions)
     for proxy, result in replies:
         reply = reply_of(result)
         assert set(reply.tensors) == {"classes", field, *filter(None, [also])}
@@ -143,7 +143,7 @@ def assert_only_rows_per_class(
         assert reply.tensors[field].shape == (len(present), width)
         assert not reply.scalars
     server.flower.aggregate_fit(1, replies, [])
-    sent = instruction_of(server.ask(2)[0])
+    sent = instruction_of(server.instruct(2)[0])
     assert set(sent.tensors) == {"classes", field}
     assert not sent.scalars
 
@@ -179,7 +179,7 @@ def learn(server: Server, number: int) -> dict[str, Arrays]:
 
 def clients(server: Server) -> dict[str, HetClient]:
     """Return the clients in their current state."""
-    return {proxy.name: client_of(proxy) for proxy, _ in server.ask(99)}
+    return {proxy.name: client_of(proxy) for proxy, _ in server.instruct(99)}
 
 
 def same(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:

@@ -210,7 +210,7 @@ def test_compare(result, tmp_path):
     assert "<table>" in found._repr_html_()
 
 
-def test_a_model_of_a_script_and_a_lambda(tmp_path):
+def test_model_of_a_script_and_a_lambda(tmp_path):
     def local(shape, classes):
         return tiny(shape, classes)
 
@@ -352,7 +352,7 @@ def test_invalid_data_raises(tmp_path, data, says):
 
 
 @pytest.mark.parametrize("given", [(OwnStrategy, OwnClient), "module"])
-def test_a_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
+def test_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
     if given == "module":
         given = ModuleType("own_module")
         given.OwnStrategy, given.OwnClient = OwnStrategy, OwnClient

@@ -381,8 +381,8 @@ def test_attack_uses_the_selected_samples(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Attack, "poison", watched)
     for number in (1, 2):
-        instructions = server.ask(number)
-        server.flower.aggregate_fit(number, server.answers(instructions), [])
+        instructions = server.instruct(number)
+        server.flower.aggregate_fit(number, server.train(instructions), [])
         instruction = decode(parameters_to_ndarrays(instructions[0][1].parameters), "x")[1]
         expected = np.flatnonzero(np.unpackbits(instruction.tensors["wanted"]))
         victims, rows = seen[-1]
@@ -439,7 +439,7 @@ def test_searching_client_is_not_attacked(tmp_path, monkeypatch):
 
 def test_poison_that_violates_the_contract_is_dropped(tmp_path):
     server = Server(small(attack="paf", **FEDGEMS), tmp_path / "run")
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
         with np.errstate(over="ignore"):

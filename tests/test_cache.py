@@ -91,8 +91,8 @@ def test_memory_is_measured_per_client():
 @pytest.mark.parametrize("method", ["felo", "fedtype", "um-pfssl", "pfedme", "fml"])
 def test_waiting_client_holds_no_gradients(tmp_path, method):
     server = Server(small(method, clients=2), tmp_path)
-    server.answers(server.ask(1))
-    for proxy, _ in server.ask(1):
+    server.train(server.instruct(1))
+    for proxy, _ in server.instruct(1):
         models = client_of(proxy).models.values()
         parameters = [p for model in models for p in model.parameters()]
         assert parameters

@@ -27,7 +27,7 @@ def federation(**changes):
 
 
 def trainer_of(server):
-    return next(client_of(proxy) for proxy, _ in server.ask(1))
+    return next(client_of(proxy) for proxy, _ in server.instruct(1))
 
 
 def clients_of(server):
@@ -122,7 +122,7 @@ def test_test_samples_are_not_trained_on(tmp_path):
 
 def test_other_clients_keep_their_data_and_no_model(tmp_path):
     server = Server(federation(), tmp_path)
-    server.answers(server.ask(1))
+    server.train(server.instruct(1))
     for name, client in clients_of(server).items():
         if name != trainer(server.strategy.run):
             assert len(client.y) == client.info.samples
@@ -148,12 +148,12 @@ def test_public_data_belongs_to_no_client(tmp_path):
 def test_only_the_trainer_is_sampled_with_an_empty_instruction(tmp_path):
     server = Server(federation(fraction=0.34), tmp_path)
     for round in (1, 2):
-        instructions = server.ask(round)
+        instructions = server.instruct(round)
         assert [proxy.name for proxy, _ in instructions] == ["client-0"]
         assert not instructions[0][1].config["evaluate"]
         assert not instruction_of(instructions[0]).tensors
         assert not instruction_of(instructions[0]).scalars
-        server.flower.aggregate_fit(round, server.answers(instructions), [])
+        server.flower.aggregate_fit(round, server.train(instructions), [])
         server.close(round)
 
 
@@ -165,7 +165,7 @@ def test_round_equals_gradient_descent_on_all_samples(tmp_path):
     }  # fmt: skip
     config = federation(**plain)
     server = Server(config, tmp_path)
-    (_, result), *_ = server.answers(server.ask(1))
+    (_, result), *_ = server.train(server.instruct(1))
     x, y = by_hand(config)
     model = build("mlp", tuple(x.shape[1:]), 10, seed=config.run.seed)
     model = descend(model, lambda m: cross_entropy(m(x.double()), y), lr=0.05)
@@ -196,12 +196,12 @@ def test_label_space_of_its_own(tmp_path):
     """The trainer learns all classes; each client is evaluated on its own classes."""
     chosen = {**SPACES, "clients": 2, "max-samples": 0}
     server = Server(federation(**chosen), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     client = client_of(instructions[0][0])
     everyone = sorted({int(k) for c in clients_of(server).values() for k in c.client_samples.space})
     assert client.space.tolist() == everyone
     start = build("mlp", client.info.shape, 4, seed=0).state_dict()["classifier.weight"]
-    ((_, result),) = server.answers(instructions)
+    ((_, result),) = server.train(instructions)
     moved = np.abs(reply_of(result).tensors["weights/classifier.weight"] - start.numpy()).sum(1)
     assert [k for k in range(4) if moved[k] > 0] == everyone
     server.flower.aggregate_fit(1, [(instructions[0][0], result)], [])
@@ -219,7 +219,7 @@ def test_label_space_of_its_own(tmp_path):
 
 def test_model_is_that_of_the_first_client_or_the_setting(tmp_path):
     server = Server(federation(models=["cnn2", "mlp"]), tmp_path / "first")
-    wide = reply_of(server.answers(server.ask(1))[0][1]).group("weights")
+    wide = reply_of(server.train(server.instruct(1))[0][1]).group("weights")
     assert wide["classifier.weight"].shape == (10, 64)
     server = Server(
         federation(models=["cnn2", "mlp"], **{"central.model": "mlp3"}), tmp_path / "named"

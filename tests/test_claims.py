@@ -245,7 +245,7 @@ LARGEST = list({each.table: each for each in read_finished(MEASURED)}.values())
 
 
 @pytest.mark.parametrize("result", LARGEST, ids=lambda each: each.file_name)
-def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
+def test_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
     """Compare with the files of the results and of the table, which this test reads itself."""
     lines = section(result)
     source = tomllib.loads((TABLES / f"{result.table}.toml").read_text())
@@ -314,7 +314,7 @@ def test_every_section_of_a_page_describes_a_table():
     )
 
 
-def test_the_pages_follow_the_data(tmp_path, folder):
+def test_pages_follow_the_data(tmp_path, folder):
     (tmp_path / "docs" / "tables").mkdir(parents=True)
     names = ("results.md", "tables/felo.md")
     for name in names:
@@ -334,7 +334,7 @@ def test_the_pages_follow_the_data(tmp_path, folder):
     assert results.startswith((DOCS / "results.md").read_text()[:300]), "the text by hand stays"
 
 
-def test_a_finished_table_is_shown_in_full(folder):
+def test_finished_table_is_shown_in_full(folder):
     text = " ".join(call("felo-2", "--show", "--out", folder).output.split())
     assert text.count("Felo and Velo with one architecture, against FedAvg. Chan and Ngai") == 2
     assert text.count("59.40 ± 0.40 (84.45)") == 2

@@ -409,7 +409,7 @@ def test_every_version_of_the_format_is_read(version):
 
 
 @pytest.mark.parametrize("fault", ["object", "short", "header", "dtype", "magic", "empty"])
-def test_a_damaged_array_is_refused(fault, tmp_path):
+def test_damaged_array_raises(fault, tmp_path):
     file = io.BytesIO()
     np.save(file, np.array([{}] if fault == "object" else [1.0, 2.0]), allow_pickle=True)
     data = file.getvalue()

@@ -79,9 +79,9 @@ def test_upload_is_one_small_integer_per_sample_and_the_label_space(tmp_path):
 
 def test_last_round_sends_no_labels(tmp_path):
     server, _ = first_round(cofed(), tmp_path / "run")
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     assert all(instruction_of(each).scalars == {"predict": False} for each in instructions)
-    for _, result in server.answers(instructions):
+    for _, result in server.train(instructions):
         assert reply_of(result) == Knowledge()
 
 
@@ -105,7 +105,7 @@ def test_clients_receive_only_their_classes(tmp_path, alpha):
         for proxy, result in replies
     }
     sets = vote_by_hand(list(votes.values()), alpha)
-    for proxy, ins in server.ask(2):
+    for proxy, ins in server.instruct(2):
         labels = instruction_of((proxy, ins)).tensors["labels"]
         assert labels.dtype == np.uint8
         for index, label in enumerate(labels.tolist()):
@@ -146,7 +146,7 @@ GOOD = np.zeros(280, np.uint8)
 )
 def test_invalid_vote_is_dropped(tmp_path, tensors, fault):
     server = Server(cofed(), tmp_path / "run")
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in instructions}
     good = {"predictions": GOOD, "space": uint8(0, 1)}
     replies = [(instructions[0][0], reply(server, instructions[0][0], tensors))]
@@ -302,7 +302,7 @@ def test_federation_with_abstentions_equals_algorithm_1(tmp_path):
 )
 def test_abstention_raises_unless_enabled(tmp_path, margin, said_, fault):
     server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in instructions}
     vote = {"predictions": GOOD + np.uint8(said_), "space": uint8(0)}
     server.flower.aggregate_fit(
@@ -433,11 +433,11 @@ def test_first_round_is_local_training(tmp_path):
 
 def test_late_client_trains_locally_first(tmp_path):
     server = Server(cofed(), tmp_path / "run")
-    instructions = server.ask(1)
-    server.flower.aggregate_fit(1, server.answers(instructions[1:]), [])
+    instructions = server.instruct(1)
+    server.flower.aggregate_fit(1, server.train(instructions[1:]), [])
     server.close(1)
     late = instructions[0][0].name
-    told = {each[0].name: instruction_of(each) for each in server.ask(2)}
+    told = {each[0].name: instruction_of(each) for each in server.instruct(2)}
     assert not told[late].tensors
     assert all(told[name].tensors for name in told if name != late)
     server.play(2)
@@ -520,7 +520,7 @@ def test_restored_client_is_identical(tmp_path, model, method):
 
 def test_metrics_of_a_rejected_client_are_ignored(tmp_path):
     server = Server(cofed(), tmp_path / "run")
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
 
     def without_vote(round, reply, accept=server.strategy.accept):
         odd = reply.client.name == "client-1"

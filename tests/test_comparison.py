@@ -202,7 +202,7 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
     assert "cofed *" in shown(comparison_table(found))
 
 
-def test_a_comparison_is_written(tmp_path: Path) -> None:
+def test_comparison_is_written(tmp_path: Path) -> None:
     for seed in range(2):
         make(tmp_path / "runs" / f"a{seed}", seed=seed, settings={"note": f"a|b{UNSAFE}"})
         make(tmp_path / "runs" / f"b{seed}", seed=seed, settings={"note": "plain"}, top=0.7)

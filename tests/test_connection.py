@@ -262,7 +262,7 @@ class FlowerServer:
         self.registered.remove(site)
         self.removed.append(site)
 
-    def ask(self, *pairs, **options):
+    def register_sites(self, *pairs, **options):
         return list(control.register(self.connection, pairs, **options))
 
     def keys(self):
@@ -280,31 +280,33 @@ def public(tmp_path, name):
 
 def test_registered_name_raises_without_replace(server, tmp_path):
     first, second = public(tmp_path, "first"), public(tmp_path, "second")
-    assert server.ask(("site-a", first)) == ["site-a is now registered"]
+    assert server.register_sites(("site-a", first)) == ["site-a is now registered"]
     before = server.keys()
     with pytest.raises(FedhetError, match=r"'site-a'.*--replace"):
-        server.ask(("site-b", public(tmp_path, "third")), ("site-a", second))
+        server.register_sites(("site-b", public(tmp_path, "third")), ("site-a", second))
     assert server.keys() == before, "nothing is registered if one of the keys is refused"
-    assert server.ask(("site-a", first)) == ["site-a is already registered with this key"]
+    assert server.register_sites(("site-a", first)) == [
+        "site-a is already registered with this key"
+    ]
     assert server.keys() == before
-    said = server.ask(("site-a", second), replace=True)
+    said = server.register_sites(("site-a", second), replace=True)
     assert said[1] == "the former key of site-a is no longer accepted"
     assert server.keys() == [("site-a", control._public_key(second))]
     with pytest.raises(FedhetError, match=r"first\.pub"):
-        server.ask(("site-a", first), replace=True)
+        server.register_sites(("site-a", first), replace=True)
     assert server.keys() == [("site-a", control._public_key(second))]
 
 
 def test_duplicate_keys_or_names_raise(server, tmp_path):
     first, second = public(tmp_path, "first"), public(tmp_path, "second")
-    server.ask(("site-a", first))
+    server.register_sites(("site-a", first))
     before = server.keys()
     with pytest.raises(FedhetError, match=r"'site-a'.*'site-b'"):
-        server.ask(("site-b", first))
+        server.register_sites(("site-b", first))
     for pairs in ([("site-b", second), ("site-b", public(tmp_path, "third"))],
                   [("site-b", second), ("site-c", second)]):  # fmt: skip
         with pytest.raises(FedhetError, match=r"name and key"):
-            server.ask(*pairs)
+            server.register_sites(*pairs)
     assert server.keys() == before
 
 
@@ -319,6 +321,6 @@ def test_invalid_public_key_raises(server, tmp_path):
         ("ed25519.pub", "expected an EC key"),
     ):
         with pytest.raises(FedhetError, match=fault) as caught:
-            server.ask(("site-a", tmp_path / name))
+            server.register_sites(("site-a", tmp_path / name))
         assert "\n" not in str(caught.value)
     assert server.keys() == []

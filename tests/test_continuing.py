@@ -67,7 +67,7 @@ def test_finished_run_that_cannot_continue_is_unchanged(tmp_path, change):
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-def test_a_changed_schedule_is_noted(tmp_path):
+def test_changed_schedule_is_noted(tmp_path):
     config = small("local", rounds=1, clients=2, schedule="cosine")
     run(config, tmp_path / "run")
     notices = Notices()
@@ -98,7 +98,7 @@ def record(number, mean=None):
         ([0.5] * 19, 0, 20),
     ],
 )
-def test_the_last_round_follows_from_the_records(means, patience, last):
+def test_last_round_follows_from_the_records(means, patience, last):
     config = small("felo", rounds=20, early_stopping=patience)
     found = [record(number, mean) for number, mean in enumerate(means, 1)]
     assert last_round(found, config) == last
@@ -125,7 +125,7 @@ def test_interrupted_run_stops_early(tmp_path, round, moment):
     cut_and_resumed(stubborn(early_stopping=2), tmp_path, round, moment)
 
 
-def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
+def test_run_that_ended_early_continues_without_early_stopping(tmp_path):
     config = stubborn(early_stopping=1)
     assert run(config, tmp_path / "run")["rounds"] == 3
     with pytest.raises(StateError, match="early-stopping=0"):
@@ -149,7 +149,7 @@ def test_best_round_is_the_first_maximum():
     assert best_round(central, Headline()) == 2
 
 
-def test_the_state_of_the_best_round_is_kept(tmp_path):
+def test_state_of_the_best_round_is_kept(tmp_path):
     store = ClientStore(tmp_path, "run-1", "a")
     for number in (2, 3, 5, 6, 7, 8, 9):
         store.save(number, {"w": torch.full((1,), float(number))}, {}, best_round=4)
@@ -158,7 +158,7 @@ def test_the_state_of_the_best_round_is_kept(tmp_path):
     assert store.rounds() == [8, 9, 10]
 
 
-def test_the_models_of_the_best_round_can_be_used(tmp_path):
+def test_models_of_the_best_round_can_be_used(tmp_path):
     """The training is so coarse that the models get worse over rounds."""
     config = small("local", rounds=6, clients=2, optimizer="sgd", lr=3.0, models="mlp",
                    keep_best=True, validation_fraction=0.0, seed=1)  # fmt: skip

@@ -174,7 +174,7 @@ assert torch.equal(before[2], after[2]), "torch"
 """
 
 
-def test_a_fresh_process_draws_the_same_without_network_or_global_random_state() -> None:
+def test_fresh_process_draws_the_same_without_network_or_global_random_state() -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

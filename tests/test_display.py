@@ -38,7 +38,7 @@ def test_lines_describe_the_start(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["central", "fedgems"])
-def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, method):
+def test_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, method):
     """`central` has a global model and a server model, and no private models."""
     console = Console(width=200, record=True, file=StringIO())
     changes = {"public_samples": 40} if method == "fedgems" else {}
@@ -107,7 +107,7 @@ def record(number, names, values, failed=()):
     )
 
 
-def test_a_round_line_shows_the_largest_epsilon():
+def test_round_line_shows_the_largest_epsilon():
     private = replace(record(1, ["a", "b"], {"a": 0.5, "b": 0.6}), epsilon={"a": 1.25, "b": 7.9})
     assert "  ε 7.9  " in round_line(private, Headline())
     assert "ε" not in round_line(record(1, ["a"], {"a": 0.5}), Headline())
@@ -187,11 +187,11 @@ def left(seconds):
     ("seconds", "words"),
     [(6.94, "7 s"), (48.3, "48 s"), (59.7, "1 min 00 s"), (245.3, "4 min 05 s")],
 )
-def test_an_estimate_has_whole_seconds(seconds, words):
+def test_estimate_has_whole_seconds(seconds, words):
     assert time_left(seconds) == f"about {words} left"
 
 
-def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
+def test_first_in_view_are_the_failed_the_slow_and_the_worst():
     hundred = Hundred(80, 24)
     hundred.play()
     progress = hundred.live.progress
@@ -229,7 +229,7 @@ def test_names_and_notices_cannot_control_the_terminal():
     assert "\x1b[2J" not in text
 
 
-def test_the_time_left_follows_the_clock():
+def test_time_left_follows_the_clock():
     now = [0.0]
     progress = Progress(clock=lambda: now[0])
     progress.run_started(small(rounds=4), Path("x"), {"a": "mlp"}, "digits")
@@ -245,7 +245,7 @@ def test_the_time_left_follows_the_clock():
     assert progress.seconds_left == pytest.approx(100.0)
 
 
-def test_a_run_that_is_in_a_round_waits_for_nothing():
+def test_run_that_is_in_a_round_waits_for_nothing():
     progress = Progress()
     progress.waiting("waiting for 3 clients")
     progress.run_started(small(rounds=4), Path("x"), {"a": "mlp"}, "digits")
@@ -254,7 +254,7 @@ def test_a_run_that_is_in_a_round_waits_for_nothing():
     assert progress.status.phase == ""
 
 
-def test_a_client_keeps_its_last_accuracy_and_time():
+def test_client_keeps_its_last_accuracy_and_time():
     now = [0.0]
     progress = Progress(clock=lambda: now[0])
     progress.run_started(small(rounds=9), Path("x"), {"a": "mlp", "b": "mlp"}, "digits")

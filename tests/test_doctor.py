@@ -140,7 +140,7 @@ def test_invalid_date_gives_no_clock_difference(keys, served, date):
     assert [each.subject for each in found] == ["server"]
 
 
-def test_a_date_without_a_time_zone_is_utc(keys, served):
+def test_date_without_a_time_zone_is_utc(keys, served):
     (found,) = amiss(doctor.check_server(served(0.0, "Mon, 01 Jan 2001 00:00:00"), keys / "ca.crt"))
     assert "Synchronize the clocks with NTP" in found
 
@@ -247,7 +247,7 @@ def test_each_problem_of_a_site_is_one_line(site, changes, says):
         assert "\n" not in line
 
 
-def test_the_command_checks_a_site(site, tmp_path):
+def test_command_checks_a_site(site, tmp_path):
     config = site()
     done = CliRunner().invoke(app, ["doctor", "--site", config, "--json"])
     assert {"peers", "declaration", "data"} <= {each["subject"] for each in json.loads(done.output)}

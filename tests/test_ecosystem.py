@@ -89,7 +89,7 @@ def test_missing_broken_or_oversized_file_raises(tmp_path):
         load(spec(f"medmnist:{tmp_path}/x.npz", max_bytes=1000))
 
 
-def test_a_run_on_medmnist(tmp_path):
+def test_run_on_medmnist(tmp_path):
     medmnist(tmp_path / "bloodmnist.npz", channels=3, sizes=(120, 20, 30))
     config = small(
         "felo", dataset=f"medmnist:{tmp_path}/bloodmnist.npz", rounds=1, clients=2, max_samples=0,
@@ -334,7 +334,7 @@ def test_hub_name_is_unchanged(tmp_path):
 # --- multiples in a pool ----------------------------------------------------------------------
 
 
-def test_a_pool_may_repeat_a_model():
+def test_pool_may_repeat_a_model():
     pool = parse_pairs(["models.pool=cnn2*3, mlp ,sk-tree * 2"])["models.pool"]
     assert pool == ("cnn2",) * 3 + ("mlp",) + ("sk-tree",) * 2
     config = small("felo", models=["cnn2", "cnn2", "cnn2", "mlp"], clients=8)

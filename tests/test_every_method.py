@@ -22,7 +22,7 @@ def quick(method, **changes):
 def sent(server, number):
     """Return all instructions of a round, by client and name."""
     found = {}
-    for instructions in server.ask(number):
+    for instructions in server.instruct(number):
         knowledge = instruction_of(instructions)
         parts = {**knowledge.tensors, **knowledge.scalars}
         found |= {f"{instructions[0].name}: {name}": np.array(part) for name, part in parts.items()}
@@ -54,10 +54,10 @@ def test_reopened_client_repeats_its_last_round(tmp_path, method):
     config = quick(method)
     server = Server(config, tmp_path)
     server.play(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     ((proxy, ins), (_, result)) = (
         instructions[1 % len(instructions)],
-        server.answers(instructions)[1 % len(instructions)],
+        server.train(instructions)[1 % len(instructions)],
     )
     make = proxy.make_payload
     fresh = config.method.client(config, proxy._proxy._node)
@@ -91,9 +91,9 @@ def test_label_space_limits_gradients_and_predictions(tmp_path, method):
     model = find_method(method).spec.models.get("table", "mlp")
     changes = {"models": model, "max_samples": 0, "keep_optimizer": False, **SPACES, **own}
     server = Server(quick(method, **changes), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     before = {proxy.name: heads(client_of(proxy)) for proxy, _ in instructions}
-    server.answers(instructions)
+    server.train(instructions)
     for each in instructions:
         client = client_of(each[0])
         inside = inside_of(client)

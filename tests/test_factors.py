@@ -207,7 +207,7 @@ def test_averages_are_of_the_changes_not_of_the_factors(tmp_path, average):
     results = []
     for name, flip in (("plain", False), ("flipped", True)):
         server = Server(config, tmp_path / name)
-        replies = server.answers(server.ask(1))
+        replies = server.train(server.instruct(1))
         if flip:
             replies[1] = replies[1][0], altered(replies[1][1], negated)
         server.flower.aggregate_fit(1, replies, [])
@@ -235,7 +235,7 @@ def test_outlier_check_compares_products(tmp_path):
 
     config = small("fedkd", clients=5, max_samples=300, outlier_factor=50.0)
     server = Server(config, tmp_path)
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
     replies[1] = replies[1][0], altered(replies[1][1], scaled)
     server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed

@@ -89,7 +89,7 @@ def test_clients_receive_the_mean_of_other_clients(tmp_path):
 def test_two_clients_receive_each_other(tmp_path):
     server = Server(fd(clients=2, models="mlp"), tmp_path)
     replies = learn(server, 1)
-    for instructions in server.ask(2):
+    for instructions in server.instruct(2):
         (other,) = [reply for name, reply in replies.items() if name != instructions[0].name]
         sent = instruction_of(instructions).tensors
         assert sent["classes"].tolist() == other["classes"].tolist()
@@ -109,7 +109,8 @@ def test_class_of_one_client_is_not_sent_back(tmp_path):
     figures = server.strategy.aggregate(1, replies)
     assert figures == {"classes_covered": 3.0, "classes_taught": 2.0}
     sent = {
-        instructions[0].name: instruction_of(instructions).tensors for instructions in server.ask(2)
+        instructions[0].name: instruction_of(instructions).tensors
+        for instructions in server.instruct(2)
     }
     assert {name: found["classes"].tolist() for name, found in sent.items()} == {
         "client-0": [1, 4], "client-1": [1, 2], "client-2": [1, 2, 4],
@@ -126,13 +127,13 @@ def test_departed_client_is_forgotten(tmp_path):
     server.strategy.forget("client-1")
     server.strategy.forget("nobody")
     left = {name: reply for name, reply in replies.items() if name != "client-1"}
-    for instructions in server.ask(2):
+    for instructions in server.instruct(2):
         expected = global_ensembling(left, instructions[0].name)
         sent = instruction_of(instructions).tensors
         assert sent["classes"].tolist() == list(expected)
     for name in replies:
         server.strategy.forget(name)
-    assert not instruction_of(server.ask(3)[0]).tensors
+    assert not instruction_of(server.instruct(3)[0]).tensors
     assert not server.strategy.state_dict()
 
 
@@ -276,7 +277,7 @@ def test_label_space_of_its_own(tmp_path):
     server = Server(fd(models="mlp", **SPACES, **{"fd.gamma": 3.0}), tmp_path)
     learn(server, 1)
     start = {name: state_of(client.network) for name, client in clients(server).items()}
-    instructions = {each[0].name: instruction_of(each) for each in server.ask(2)}
+    instructions = {each[0].name: instruction_of(each) for each in server.instruct(2)}
     replies = learn(server, 2)
     for name, client in clients(server).items():
         inside, moved = inside_of(client), moved_outputs(client, start[name])
@@ -302,8 +303,8 @@ def test_robust_average_returns_distributions(tmp_path, average):
     """One of five clients permutes its classes; the other clients' averages hardly change."""
     config = fd(clients=5, models="mlp", alpha=100.0, **{"defense.average": average})
     server = Server(config, tmp_path)
-    instructions = server.ask(1)
-    replies = server.answers(instructions)
+    instructions = server.instruct(1)
+    replies = server.train(instructions)
 
     def turn(tensors):
         tensors["probabilities"] = np.roll(one_hot(*tensors["classes"]), 1, 1).astype(np.float32)

@@ -61,14 +61,14 @@ def test_part_selects_tensors(name, part):
 @pytest.mark.parametrize("method", METHODS)
 def test_only_the_part_is_sent(tmp_path, method):
     server = Server(federation(method, models="cnn2"), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     info = client_of(instructions[0][0]).info
     state = build(info.model, info.shape, info.classes, seed=0, feature_dim=64).state_dict()
     wanted = expected(state, PARTS.get(method, "all"))
     groups = {"weights", "scale"} if method == "pfedbayes" else {"weights"}
     for knowledge in (
         instruction_of(instructions[0]),
-        reply_of(server.answers(instructions)[0][1]),
+        reply_of(server.train(instructions)[0][1]),
     ):
         assert set(knowledge.group("weights")) == wanted
         assert {name.split("/")[0] for name in knowledge.tensors} == groups
@@ -82,12 +82,12 @@ def test_only_the_part_is_sent(tmp_path, method):
 def test_server_averages_by_samples(tmp_path, method):
     """McMahan et al., Algorithm 1: w <- sum over k of n_k / n w_k."""
     server = Server(federation(method, clients=4, fraction=0.75), tmp_path)
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
     assert len(replies) == 3
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
     assert len(set(samples.values())) > 1
     server.flower.aggregate_fit(1, replies, [])
-    after = instruction_of(server.ask(2)[0]).tensors
+    after = instruction_of(server.instruct(2)[0]).tensors
     for name, value in after.items():
         parts = [(reply_of(r).tensors[name].astype(float), samples[c.name]) for c, r in replies]
         mean = sum(part * count for part, count in parts) / sum(count for _, count in parts)
@@ -99,12 +99,12 @@ def test_server_averages_by_samples(tmp_path, method):
 def test_pfedme_server_keeps_a_fraction_of_its_model(tmp_path, beta):
     """T. Dinh et al., Algorithm 1, line 12: w <- (1 - beta) w + beta sum of w_i / S."""
     server = Server(federation("pfedme", models="mlp", **{"pfedme.beta": beta}), tmp_path)
-    instructions = server.ask(1)
-    before, replies = instruction_of(instructions[0]).tensors, server.answers(instructions)
+    instructions = server.instruct(1)
+    before, replies = instruction_of(instructions[0]).tensors, server.train(instructions)
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
     server.flower.aggregate_fit(1, replies, [])
     total = sum(samples.values())
-    for name, value in instruction_of(server.ask(2)[0]).tensors.items():
+    for name, value in instruction_of(server.instruct(2)[0]).tensors.items():
         mean = sum(reply_of(r).tensors[name] * (samples[c.name] / total) for c, r in replies)
         moved = (1 - beta) * before[name] + beta * mean
         np.testing.assert_allclose(value, moved, rtol=1e-4, atol=1e-6)
@@ -182,11 +182,11 @@ def test_round_of_a_client_equals_the_algorithm(tmp_path, method):
     chosen, algorithm = ROUNDS[method]
     server = Server(federation(method, models="mlp", **PLAIN, **chosen), tmp_path)
     server.play(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client = client_of(instructions[0][0])
     slow = Slow(client, instruction_of(instructions[0]).group("weights"))
     personal, sent = algorithm(slow)
-    (_, result), *_ = server.answers(instructions)
+    (_, result), *_ = server.train(instructions)
     reply = reply_of(result).group("weights")
     assert reply
     for name, value in reply.items():
@@ -240,10 +240,10 @@ def test_pfedbayes_distributions_equal_the_algorithm(tmp_path, monkeypatch, stea
     chosen = {**PLAIN, "training.lr": 0.02, **bayes}
     server = Server(federation("pfedbayes", models="mlp", **chosen), tmp_path)
     server.play(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client, instruction = client_of(instructions[0][0]), instruction_of(instructions[0])
     q, w = slow_bayes(client, instruction, zeta=3.0, steps=2, noise=noise, eps=steady_adam)
-    (_, result), *_ = server.answers(instructions)
+    (_, result), *_ = server.train(instructions)
     reply, near = reply_of(result), {"rtol": 1e-3, "atol": 2e-5}
     for name, parameter in client.network.named_parameters():
         np.testing.assert_allclose(parameter.detach(), q[name, 0], **near)
@@ -267,10 +267,10 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
         for values in server.strategy.averaged["scale"].values():
             values.fill(0.5)
         server.strategy._set_averages(server.strategy.averaged)
-        replies.append(reply_of(server.answers(server.ask(1))[0][1]).tensors)
+        replies.append(reply_of(server.train(server.instruct(1))[0][1]).tensors)
     assert same(*replies)
     server = Server(federation("fedavg", models="mlp", **chosen), tmp_path / "plain")
-    plain = reply_of(server.answers(server.ask(1))[0][1]).tensors
+    plain = reply_of(server.train(server.instruct(1))[0][1]).tensors
     assert any(not np.allclose(plain[name], replies[0][name], atol=1e-4) for name in plain)
 
 
@@ -282,7 +282,7 @@ def test_other_tensors_stay_on_the_client(tmp_path, method):
     """At the start of a round, exchanged tensors are the server's, and the others the client's."""
     server = Server(federation(method, models="cnn2"), tmp_path)
     server.play(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     sent = instruction_of(instructions[0]).group("weights")
     for proxy, _ in instructions:
         client = client_of(proxy)
@@ -302,7 +302,7 @@ def test_other_tensors_stay_on_the_client(tmp_path, method):
 def test_averages_are_evaluated_with_tensors_of_each_client(tmp_path, method):
     server = Server(federation(method, models="cnn2"), tmp_path)
     server.play(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     knowledge = instruction_of(instructions[0])
     sent, client = knowledge.group("weights"), client_of(instructions[0][0])
     own = {n: v.clone() for n, v in client.network.state_dict().items()}
@@ -348,7 +348,7 @@ def test_all_clients_must_have_one_model(tmp_path, method):
 
 def test_lg_fedavg_heads_agree_for_all_extractors(tmp_path):
     server = Server(federation("lg-fedavg", models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
     assert {reply_of(r).tensors["weights/classifier.weight"].shape for _, r in replies} == {
         (10, 64)
     }

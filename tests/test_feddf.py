@@ -86,7 +86,7 @@ class Slow:
 
 def one_round(server):
     """Let all clients reply in the first round, and return their weights as plain arrays."""
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
     return replies, [(proxy.name, reply_of(result).group("weights")) for proxy, result in replies]
 
 
@@ -162,10 +162,10 @@ def test_replies_are_not_kept_and_models_not_shared(tmp_path):
     assert len(kept) == 4
     assert not any(reply.knowledge.tensors for reply in kept)
     models = copy.deepcopy(server.strategy.models)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     for name, _ in instructions:
         assert same(instruction_of((name, _)).group("weights"), models[name._proxy._node.model])
-    results = server.answers(instructions)
+    results = server.train(instructions)
     server.strategy.aggregate = lambda round, replies: {}
     server.flower.aggregate_fit(2, results, [])
     assert all(same(models[name], server.strategy.models[name]) for name in models)
@@ -173,9 +173,9 @@ def test_replies_are_not_kept_and_models_not_shared(tmp_path):
 
 def test_only_weights_are_sent_and_none_at_first(tmp_path):
     server = Server(federation(), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     assert not any(instruction_of(each).tensors for each in instructions)
-    for proxy, result in server.answers(instructions):
+    for proxy, result in server.train(instructions):
         knowledge = reply_of(result)
         state = client_of(proxy).network.state_dict()
         assert knowledge.tensors.keys() == {f"weights/{name}" for name in state}
@@ -211,7 +211,7 @@ def test_architecture_without_a_reply_keeps_its_model(tmp_path):
     server = Server(federation(), tmp_path)
     server.play(1)
     before = copy.deepcopy(server.strategy.models)
-    replies = [a for a in server.answers(server.ask(2)) if a[0]._proxy._node.model == "mlp"]
+    replies = [a for a in server.train(server.instruct(2)) if a[0]._proxy._node.model == "mlp"]
     server.flower.aggregate_fit(2, replies, [])
     assert same(server.strategy.models["cnn2"], before["cnn2"])
     assert not same(server.strategy.models["mlp"], before["mlp"])
@@ -244,9 +244,9 @@ def test_client_starts_from_the_fused_model(tmp_path):
     """A step with a tiny learning rate leaves the model as it was sent."""
     server = Server(federation(models="mlp", **{"training.lr": 1e-12}), tmp_path)
     server.play(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     sent = instruction_of(instructions[0]).group("weights")
-    (_, result), *_ = server.answers(instructions)
+    (_, result), *_ = server.train(instructions)
     for name, value in reply_of(result).group("weights").items():
         np.testing.assert_allclose(value, sent[name], atol=1e-8)
 

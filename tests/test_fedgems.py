@@ -228,13 +228,13 @@ def test_server_equals_the_paper(tmp_path, changes, parts):
     paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()
     for number in (1, 2, 3):
-        expected, instructed = paper.asked(), server.ask(number)
+        expected, instructed = paper.asked(), server.instruct(number)
         for each in instructed:
             assert bits(each, "wanted", 40) == expected
             if number > 1:
                 logits = instruction_of(each).tensors["logits"]
                 np.testing.assert_allclose(logits, paper.l_s, rtol=2e-3, atol=2e-3)
-        replies = server.answers(instructed)
+        replies = server.train(instructed)
         given = [reply_of(result).tensors["logits"] for _, result in replies]
         results = {i: [logits[k] for logits in given] for k, i in enumerate(expected)}
         server.flower.aggregate_fit(number, replies, [])
@@ -388,7 +388,7 @@ def test_diverging_reply_costs_one_round(tmp_path):
     notices, diverged = notices_of(server), []
     for number in (1, 2, 3, 4):
         before = all_of(server)
-        replies = server.answers(server.ask(number))
+        replies = server.train(server.instruct(number))
         server.flower.aggregate_fit(number, lie(replies) if number == 2 else replies, [])
         diverged.append(server.flower.state.record.method.get("diverged", 0))
         after = all_of(server)
@@ -404,7 +404,7 @@ def test_diverging_reply_costs_one_round(tmp_path):
 
 def test_outlier_check_drops_the_diverging_reply(tmp_path):
     server = Server(unstable(rounds=2), tmp_path / "run")
-    server.flower.aggregate_fit(1, lie(server.answers(server.ask(1))), [])
+    server.flower.aggregate_fit(1, lie(server.train(server.instruct(1))), [])
     assert server.flower.state.record.failed.keys() == {"client-1"}
     assert "diverged" not in server.flower.state.record.method
 
@@ -444,7 +444,7 @@ def test_only_consecutive_divergence_ends_the_run(tmp_path):
         unstable(rounds=9, max_divergences=2, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run"
     )
     for number in range(1, 6):
-        replies = server.answers(server.ask(number))
+        replies = server.train(server.instruct(number))
         server.flower.aggregate_fit(number, lie(replies) if number in (2, 4) else replies, [])
         assert server.flower.state.rollback.divergences == (number in (2, 4))
         text = server.flower.state.to_json()
@@ -461,7 +461,7 @@ def test_untrained_server_sends_no_logits(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     instructions, _ = server.play(1)
     assert all("logits" not in instruction_of(each).tensors for each in instructions)
-    assert all("logits" in instruction_of(each).tensors for each in server.ask(2))
+    assert all("logits" in instruction_of(each).tensors for each in server.instruct(2))
 
 
 def frozen_but_for(server, rows_of_round):
@@ -488,7 +488,7 @@ def test_only_changed_logits_are_sent_and_absent_clients_catch_up(tmp_path):
     frozen_but_for(server, {n: rng.choice(60, 5, replace=False) for n in range(2, 10)})
     had, seen = {}, set()
     for number in range(1, 8):
-        instructions = server.ask(number)
+        instructions = server.instruct(number)
         logits = strategy.logits.copy()
         for proxy, ins in instructions:
             told = instruction_of((proxy, ins)).tensors
@@ -500,7 +500,7 @@ def test_only_changed_logits_are_sent_and_absent_clients_catch_up(tmp_path):
             seen.add((part, min(away, 3)))
             if part:
                 assert len(told["logits"]) <= 5 * away
-        replies = server.answers(instructions)
+        replies = server.train(instructions)
         for proxy, _ in replies:
             had[proxy.name] = number
             if number > 1:
@@ -514,9 +514,9 @@ def test_silent_client_receives_all_logits_again(tmp_path):
     frozen_but_for(server, {n: np.arange(n) for n in range(2, 6)})
     server.play(1)
     server.play(2)
-    replies = server.answers(server.ask(3))
+    replies = server.train(server.instruct(3))
     server.flower.aggregate_fit(3, replies[1:], [])
-    whole = ["changed" not in instruction_of(each).tensors for each in server.ask(4)]
+    whole = ["changed" not in instruction_of(each).tensors for each in server.instruct(4)]
     names = [proxy.name for proxy, _ in replies]
     assert whole == [name == names[0] for name in names]
 
@@ -525,7 +525,7 @@ def test_partial_update_larger_than_full_is_sent_in_full(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     server.play(1)
     server.play(2)
-    assert all("changed" not in instruction_of(each).tensors for each in server.ask(3))
+    assert all("changed" not in instruction_of(each).tensors for each in server.instruct(3))
 
 
 # --- a client -------------------------------------------------------------------------------
@@ -609,7 +609,7 @@ def test_invalid_logits_raise(tmp_path, told, fault):
 
 def test_reply_with_other_rows_is_dropped(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
-    replies = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
     server.strategy.wanted[:] = True
     server.flower.aggregate_fit(1, replies, [])
     assert len(server.flower.state.record.failed) == 4
@@ -693,10 +693,10 @@ def test_restored_server_continues_bit_for_bit(tmp_path):
     assert any(name.startswith("model/") for name in saved)
     other = Server(config, tmp_path / "other")
     other.strategy.load_state_dict(saved)
-    instructions = server.ask(3)
-    for one, two in zip(instructions, other.ask(3), strict=True):
+    instructions = server.instruct(3)
+    for one, two in zip(instructions, other.instruct(3), strict=True):
         assert same(instruction_of(one).tensors, instruction_of(two).tensors)
-    results = server.answers(instructions)
+    results = server.train(instructions)
     strategy = server.strategy
     replies = list(server.flower._codec.decode_all(results, [], strategy.members))
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)

@@ -258,7 +258,7 @@ def test_sent_fields(tmp_path):
         "no generator before it has been trained"
     )
     assert set(reply_of(replies[0][1]).tensors) == head | {"classes", "counts"}
-    told = instruction_of(server.ask(2)[0]).tensors
+    told = instruction_of(server.instruct(2)[0]).tensors
     assert {name.partition("/")[0] for name in told} == {"weights", "generator", "prior"}
     counts = np.zeros(10)
     for _, result in replies:
@@ -300,7 +300,7 @@ def test_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, weighti
     spaces = {**SPACES, "models.pool": ["mlp"], "max_samples": 0}
     server = Server(fedgen(clients=3, **changes, **spaces), tmp_path)
     clients, classes = (
-        [client_of(proxy) for proxy, _ in server.ask(1)],
+        [client_of(proxy) for proxy, _ in server.instruct(1)],
         server.strategy.reference_client.classes,
     )
     counts = np.array([[int((c.y == k).sum()) for k in range(classes)] for c in clients])
@@ -350,7 +350,7 @@ def test_class_counts_are_limited_by_samples(tmp_path):
         tensors["counts"] = tensors["counts"] * 10**6
 
     server = Server(fedgen(), tmp_path)
-    results = server.answers(server.ask(1))
+    results = server.train(server.instruct(1))
     honest = reply_of(results[0][1]).tensors
     name, samples = results[0][0].name, honest["counts"].sum()
     results[0] = results[0][0], altered(results[0][1], boast)
@@ -367,7 +367,7 @@ def test_class_without_samples_is_never_generated(tmp_path):
         fedgen(clients=3, **{**SPACES, "models.pool": ["mlp"], "max_samples": 0}), tmp_path
     )
     server.play(1)
-    present = {int(y) for proxy, _ in server.ask(2) for y in client_of(proxy).y.unique()}
+    present = {int(y) for proxy, _ in server.instruct(2) for y in client_of(proxy).y.unique()}
     assert {int(c) for c in server.strategy.prior.nonzero()[0]} == present
 
 
@@ -384,7 +384,7 @@ def test_generator_that_diverges_is_not_kept(tmp_path, monkeypatch):
     after = server.strategy.generator.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(
-        name.startswith("generator") for name in instruction_of(server.ask(2)[0]).tensors
+        name.startswith("generator") for name in instruction_of(server.instruct(2)[0]).tensors
     )
 
 

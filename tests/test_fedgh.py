@@ -65,7 +65,7 @@ def test_sent_head_is_the_trained_head(tmp_path):
     own = {"fedgh.server-epochs": 3, "fedgh.server-lr": 0.5, "fedgh.server-batch-size": 1000}
     server = Server(fedgh(models=MODELS, **own), tmp_path)
     for number in (1, 2):
-        before = head_of(server.ask(number)[0])
+        before = head_of(server.instruct(number)[0])
         replies = learn(server, number)
         means = np.concatenate([reply["features"] for reply in replies.values()])
         labels = np.concatenate([reply["classes"] for reply in replies.values()])
@@ -73,7 +73,7 @@ def test_sent_head_is_the_trained_head(tmp_path):
         assert measured["classes_covered"] == len(set(labels.tolist()))
         assert measured["head_loss"] > 0
         weight, bias = slow_training(before, means, labels, 0.5, 3)
-        after = head_of(server.ask(number + 1)[0])
+        after = head_of(server.instruct(number + 1)[0])
         np.testing.assert_allclose(after["weight"], weight, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(after["bias"], bias, rtol=1e-4, atol=1e-5)
         assert abs(after["weight"] - before["weight"]).max() > 1e-3
@@ -174,7 +174,7 @@ def test_both_kinds_are_evaluated(tmp_path):
 
 def test_all_clients_start_from_one_head(tmp_path):
     server = Server(fedgh(models=MODELS, **{"fedgh.feature-dim": 32}), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     head = head_of(instructions[0])
     assert head["weight"].shape == (10, 32)
     assert all(same(head_of(each), head) for each in instructions)
@@ -182,7 +182,7 @@ def test_all_clients_start_from_one_head(tmp_path):
 
 def test_no_weights_leave_a_client(tmp_path):
     server = Server(fedgh(models=MODELS), tmp_path)
-    for _, result in server.answers(server.ask(1)):
+    for _, result in server.train(server.instruct(1)):
         reply = reply_of(result)
         assert set(reply.tensors) == {"classes", "features"}
         assert reply.tensors["features"].shape == (len(reply.tensors["classes"]), 64)

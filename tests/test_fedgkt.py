@@ -205,8 +205,8 @@ def test_divergence_has_gradients_only_for_the_student(temperature):
 
 def test_server_round_does_not_change_edge_models(tmp_path):
     server = Server(gkt(), tmp_path)
-    instructions = server.ask(1)
-    replies = server.answers(instructions)
+    instructions = server.instruct(1)
+    replies = server.train(instructions)
     before = {proxy.name: state_of(client_of(proxy).network) for proxy, _ in instructions}
     model = state_of(server.strategy.learner.model)
     server.flower.aggregate_fit(1, replies, [])
@@ -293,8 +293,8 @@ def reply_of(info, rows):
 def test_too_many_rows_drop_one_client(tmp_path):
     """The server learns from the other replies; the faulty client gets no logits."""
     server = Server(gkt(), tmp_path)
-    instructions = server.ask(1)
-    replies = server.answers(instructions)
+    instructions = server.instruct(1)
+    replies = server.train(instructions)
     member = server.strategy.members["client-1"]
     claimed = SimpleNamespace(**{**vars(member.info), "samples": member.info.samples - 1})
     server.strategy.members["client-1"] = type(member)(claimed, member.proxy)

@@ -101,7 +101,7 @@ def test_label_space_of_its_own(tmp_path, loss):
     server = Server(config, tmp_path)
     learn(server, 1)
     start = {name: state_of(client.network) for name, client in clients(server).items()}
-    knowledge = instruction_of(server.ask(2)[0])
+    knowledge = instruction_of(server.instruct(2)[0])
     learn(server, 2)
     for name, client in clients(server).items():
         inside, moved = inside_of(client), moved_outputs(client, start[name])
@@ -159,7 +159,7 @@ def test_server_averages_the_clients_logits(tmp_path, kept):
         }
     expected, sent = (
         reference_average(list(latest.values())),
-        instruction_of(server.ask(4)[0]).tensors,
+        instruction_of(server.instruct(4)[0]).tensors,
     )
     assert sent["classes"].tolist() == list(expected)
     for row, j in enumerate(expected):
@@ -172,13 +172,13 @@ def test_departed_client_is_forgotten(tmp_path):
     server.strategy.forget("client-1")
     server.strategy.forget("nobody")
     expected = reference_average([replies["client-0"], replies["client-2"]])
-    sent = instruction_of(server.ask(2)[0]).tensors
+    sent = instruction_of(server.instruct(2)[0]).tensors
     assert sent["classes"].tolist() == list(expected)
     for row, j in enumerate(expected):
         np.testing.assert_allclose(sent["logits"][row], expected[j], rtol=1e-4, atol=1e-6)
     for name in replies:
         server.strategy.forget(name)
-    assert not instruction_of(server.ask(3)[0]).tensors
+    assert not instruction_of(server.instruct(3)[0]).tensors
     assert not server.strategy.state_dict()
 
 

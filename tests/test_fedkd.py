@@ -169,13 +169,13 @@ def test_two_rounds_equal_algorithm_1(tmp_path, learned):
     server = Server(fedkd(models="mlp2", **PLAIN, **chosen, rounds=4), tmp_path / "run")
     learn(server, 1)
     before = copy.deepcopy(server.strategy.averaged["weights"])
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client = client_of(instructions[0][0])
     mentee = build("mlp3", client.info.shape, client.info.classes, seed=5)
     mentee.load_state_dict({k: torch.tensor(v) for k, v in before.items()})
     start = copy.deepcopy(client.network)
     mentor, shared = slow_round(start, mentee, client.x, client.y, 0.1, 3, learned)
-    replies = server.answers(instructions)
+    replies = server.train(instructions)
     for name, value in mentor.state_dict().items():
         found = client.network.state_dict()[name].numpy()
         np.testing.assert_allclose(found, value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
@@ -200,7 +200,7 @@ def check_the_servers_part(server, replies, before):
     """Lines 13 to 22: the mean of the changes, weighted by samples, is cut again and added."""
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
     server.flower.aggregate_fit(2, replies, [])
-    told = instruction_of(server.ask(3)[0])
+    told = instruction_of(server.instruct(3)[0])
     total = sum(samples.values())
     assert told.scalars == {"base": 2}
     for name, value in server.strategy.averaged["weights"].items():
@@ -221,7 +221,7 @@ def check_the_servers_part(server, replies, before):
 def mentees(server, number):
     """Return each client's decoded mentee and the fields of its instruction."""
     found = {}
-    for instructions in server.ask(number):
+    for instructions in server.instruct(number):
         knowledge, client = instruction_of(instructions), client_of(instructions[0])
         client.state.restore(server.log.run_name, before=number)
         fields = {name.partition("/")[0] for name in knowledge.tensors}
@@ -243,11 +243,11 @@ def test_clients_apply_changes_of_the_mentee(tmp_path):
 def test_client_that_missed_a_round_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
-    instructions = server.ask(2)
-    server.flower.aggregate_fit(2, server.answers(instructions)[1:], [])
+    instructions = server.instruct(2)
+    server.flower.aggregate_fit(2, server.train(instructions)[1:], [])
     fields = {
         instructions[0].name: instruction_of(instructions).scalars.keys()
-        for instructions in server.ask(3)
+        for instructions in server.instruct(3)
     }
     assert [len(each) for each in fields.values()] == [0, 1, 1]
 
@@ -255,16 +255,16 @@ def test_client_that_missed_a_round_receives_the_full_mentee(tmp_path):
 def test_client_with_lost_state_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client = client_of(instructions[1][0])
     for file in client.state.folder.iterdir():
         file.unlink()
-    replies = server.answers(instructions)
+    replies = server.train(instructions)
     server.flower.aggregate_fit(2, replies, [])
     failed = server.flower.state.record.failed
     assert list(failed) == ["client-1"]
     assert "expected an update of the mentee of round none, got round 1" in failed["client-1"]
-    replies = server.answers(server.ask(3))
+    replies = server.train(server.instruct(3))
     server.flower.aggregate_fit(3, replies, [])
     assert not server.flower.state.record.failed
 
@@ -274,10 +274,12 @@ def test_all_clients_receive_the_full_mentee_after_an_empty_round(tmp_path):
     server = Server(fedkd(rounds=5), tmp_path)
     learn(server, 1)
     kept = server.strategy.state_dict()
-    assert not any(instruction_of(instructions).group("weights") for instructions in server.ask(2))
+    assert not any(
+        instruction_of(instructions).group("weights") for instructions in server.instruct(2)
+    )
     server.strategy.load_state_dict(kept)
     assert server.strategy.holders == {"client-0", "client-1", "client-2"}
-    assert all(instruction_of(instructions).group("weights") for instructions in server.ask(3))
+    assert all(instruction_of(instructions).group("weights") for instructions in server.instruct(3))
 
 
 def test_run_with_few_clients_per_round_has_no_failures(tmp_path):

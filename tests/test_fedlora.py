@@ -100,7 +100,7 @@ def test_round_equals_the_papers(tmp_path, rule):
     strategy = server.strategy
     server.play(1)  # so that B is not zero
     before = dict(strategy.weights)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     for name, model in zip(sorted(strategy.members), POOL, strict=True):
         info = strategy.members[name].info
         assert info.model == model
@@ -111,7 +111,7 @@ def test_round_equals_the_papers(tmp_path, rule):
         assert (rule == "freeze-a") is not any(name.endswith("lora_A.weight") for name in weights)
         bs = [value for name, value in weights.items() if name.endswith("lora_B.weight")]
         assert {b.shape[1] for b in bs} == {rank}
-    results = server.answers(instructions)
+    results = server.train(instructions)
     server.flower.aggregate_fit(2, results, [])
     order = sorted(results, key=lambda each: each[0].name)
     replies = [reply_of(result).group("weights") for _, result in order]
@@ -169,8 +169,8 @@ def test_rank_level_without_clients_is_unchanged(tmp_path):
     server = Server(federation(**{"fedlora.aggregation": "average"}), tmp_path)
     server.play(1)
     before = dict(server.strategy.weights)
-    instructions = sorted(server.ask(2), key=lambda each: each[0].name)[:2]  # ranks 2 and 4
-    server.flower.aggregate_fit(2, server.answers(instructions), [])
+    instructions = sorted(server.instruct(2), key=lambda each: each[0].name)[:2]  # ranks 2 and 4
+    server.flower.aggregate_fit(2, server.train(instructions), [])
     for name, value in server.strategy.weights.items():
         if name.endswith("lora_A.weight"):
             assert np.array_equal(value[4:], before[name][4:])
@@ -188,7 +188,7 @@ def test_pruning_shrinks_ranks_and_stays_after_a_restart(tmp_path):
     found = server.strategy.ranks
     assert found
     assert all(1 <= rank < 6 for rank in found.values())
-    for instructions in server.ask(4):
+    for instructions in server.instruct(4):
         weights, own = instruction_of(instructions).group("weights"), client_of(instructions[0])
         rank = found.get(instructions[0].name, int(own.info.model[14]))
         assert ranks(weights) == {rank}
@@ -208,7 +208,7 @@ def test_pruned_levels_have_no_effect_and_no_gradient(tmp_path):
 
     server = Server(federation(models=POOL[2]), tmp_path)
     server.play(1)
-    (proxy, _), *_ = server.ask(2)
+    (proxy, _), *_ = server.instruct(2)
     client = client_of(proxy)
     weights = dict(server.strategy.weights)
     part = with_rank({n: (v.shape, "float32") for n, v in weights.items()}, 4)
@@ -236,8 +236,8 @@ def test_pruned_levels_have_no_effect_and_no_gradient(tmp_path):
 
 def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
     server = Server(federation(**{"fedlora.aggregation": "average"}), tmp_path)
-    instructions = sorted(server.ask(1), key=lambda each: each[0].name)
-    replies = server.answers(instructions)
+    instructions = sorted(server.instruct(1), key=lambda each: each[0].name)
+    replies = server.train(instructions)
 
     def smaller(tensors):
         for name, value in tensors.items():
@@ -331,7 +331,7 @@ def test_fedsa_gives_the_same_instructions_with_secure_aggregation(tmp_path):
         _, results = server.play(1)
         sent = {name for _, result in results for name in reply_of(result).tensors}
         assert (sent == {"commitment/0", "masked/0", "shares/0"}) is secure
-        told.append([instruction_of(each).tensors for each in server.ask(2)])
+        told.append([instruction_of(each).tensors for each in server.instruct(2)])
     for one, other in zip(*told, strict=True):
         assert one.keys() == other.keys()
         assert len(one) == 4

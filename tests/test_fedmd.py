@@ -92,10 +92,10 @@ def test_rounds_of_a_client_equal_the_algorithm(tmp_path, method, loss):
     server = Server(config, tmp_path)
     start = {name: c.setup()["private"] for name, c in clients(server).items()}
     for number, public_epochs in ((1, 2), (2, 0)):
-        instructions = server.ask(number)
+        instructions = server.instruct(number)
         instruction = instruction_of(instructions[0])
         assert (FIELD[method] in instruction.tensors) == (number == 2)
-        replies = server.answers(instructions)
+        replies = server.train(instructions)
         for proxy, result in replies:
             client = client_of(proxy)
             expected = slow_round(
@@ -169,10 +169,10 @@ def test_consensus_weights_clients_equally(tmp_path, case):
     server = Server(md(method, **chosen, own_sample=15), tmp_path)
     assert len({m.info.samples for m in server.strategy.members.values()}) > 1
     for number in (1, 2):
-        rows = instruction_of(server.ask(number)[0]).tensors["asked"]
+        rows = instruction_of(server.instruct(number)[0]).tensors["asked"]
         replies = learn(server, number)
         mean = sum(t[FIELD[method]].astype(float) for t in replies.values()) / 3
-        instruction = instruction_of(server.ask(number + 1)[0]).tensors
+        instruction = instruction_of(server.instruct(number + 1)[0]).tensors
         agreed = instruction[FIELD[method]]
         np.testing.assert_allclose(agreed, of_mean(mean), rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(instruction["rows"], rows)
@@ -227,7 +227,7 @@ def test_ds_fls_server_trains_on_the_consensus(tmp_path, loss):
     for number in (1, 2):
         start = copy.deepcopy(learner.model)
         learn(server, number)
-        instruction = instruction_of(server.ask(number + 1)[0]).tensors
+        instruction = instruction_of(server.instruct(number + 1)[0]).tensors
         x = server.strategy.public.x[instruction["rows"].astype(int)]
         x = clients(server)["client-0"].compute.to_inputs(x).double()
         agreed = instruction["probabilities"]
@@ -277,7 +277,7 @@ def test_label_space_of_its_own(tmp_path, method):
 def test_only_scores_of_public_samples_are_sent(tmp_path, method):
     server = Server(md(method, models=["mlp", "cnn2"]), tmp_path)
     for number in (1, 2):
-        instruction = instruction_of(server.ask(number)[0])
+        instruction = instruction_of(server.instruct(number)[0])
         agreed = {FIELD[method], "rows"} if number > 1 else set()
         assert set(instruction.tensors) == {"asked"} | agreed
         assert not instruction.scalars
@@ -302,13 +302,13 @@ def test_public_labels_are_not_used(tmp_path, method):
 
 def test_public_samples_are_drawn_each_round(tmp_path):
     server = Server(md("fedmd", own_sample=10), tmp_path / "some")
-    drawn = [instruction_of(server.ask(number)[0]).tensors["asked"] for number in (1, 2, 1)]
+    drawn = [instruction_of(server.instruct(number)[0]).tensors["asked"] for number in (1, 2, 1)]
     assert [len(np.unique(rows)) for rows in drawn] == [10, 10, 10]
     assert not np.array_equal(drawn[0], drawn[1])
     np.testing.assert_array_equal(drawn[0], drawn[2])
     for name, sample in (("all", 0), ("more", 10_000)):
         whole = Server(md("fedmd", own_sample=sample), tmp_path / name)
-        rows = instruction_of(whole.ask(1)[0]).tensors["asked"]
+        rows = instruction_of(whole.instruct(1)[0]).tensors["asked"]
         np.testing.assert_array_equal(rows, np.arange(len(whole.strategy.public)))
 
 
@@ -351,10 +351,12 @@ def test_consensus_forgets_a_departed_client(tmp_path, method):
     server.strategy.forget("unknown")
     kept = np.stack([replies[n][FIELD[method]] for n in ("client-0", "client-2")])
     expected = server.strategy.aggregate_scores(kept)
-    np.testing.assert_array_equal(instruction_of(server.ask(2)[0]).tensors[FIELD[method]], expected)
+    np.testing.assert_array_equal(
+        instruction_of(server.instruct(2)[0]).tensors[FIELD[method]], expected
+    )
     for name in ("client-0", "client-2"):
         server.strategy.forget(name)
-    assert set(instruction_of(server.ask(2)[0]).tensors) == {"asked"}
+    assert set(instruction_of(server.instruct(2)[0]).tensors) == {"asked"}
 
 
 # Settings

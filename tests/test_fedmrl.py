@@ -135,7 +135,7 @@ def test_round_of_a_client_equals_the_algorithm(tmp_path):
     weights = {"fedmrl.own-weight": 0.7, "fedmrl.shared-weight": 1.5}
     server = Server(fedmrl(models="mlp2", **PLAIN, **weights), tmp_path / "run")
     learn(server, 1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client, sent = client_of(instructions[0][0]), instruction_of(instructions[0]).group("weights")
     start = copy.deepcopy(client.network)
     projector = state_of(start.extractor.projector)
@@ -143,7 +143,7 @@ def test_round_of_a_client_equals_the_algorithm(tmp_path):
     assert not same(projector, state_of(fresh)), "P has learned in round 1, and is kept"
     start.extractor.shared.load_state_dict({k: torch.tensor(v) for k, v in sent.items()})
     slow = slow_round(start, client.x, client.y, 0.1, 3, 0.7, 1.5)
-    reply = reply_of(server.answers(instructions)[0][1])
+    reply = reply_of(server.train(instructions)[0][1])
     for name, value in slow.state_dict().items():
         found = client.network.state_dict()[name].numpy()
         np.testing.assert_allclose(found, value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
@@ -167,11 +167,11 @@ def by_hand_of(model, x, y):
 
 def test_only_the_shared_model_is_sent(tmp_path):
     server = Server(fedmrl(models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     info = client_of(instructions[0][0]).info
     shared = build("mlp3", info.shape, info.classes, seed=0, feature_dim=32)
     names = {f"weights/{name}" for name in shared.state_dict()}
-    replies = [reply_of(result) for _, result in server.answers(instructions)]
+    replies = [reply_of(result) for _, result in server.train(instructions)]
     for knowledge in (instruction_of(instructions[0]), *replies):
         assert set(knowledge.tensors) == names
     assert all(set(each.scalars) == {"fine_loss", "coarse_loss"} for each in replies)
@@ -189,7 +189,7 @@ def test_narrow_features_are_widened(tmp_path):
 def test_full_model_is_evaluated_with_own_and_average_part(tmp_path):
     server = Server(fedmrl(), tmp_path)
     learn(server, 1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client, knowledge = client_of(instructions[1][0]), instruction_of(instructions[0])
     judged = client.eval_models(knowledge)
     assert list(judged) == ["private", "global"]

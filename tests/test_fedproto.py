@@ -57,7 +57,7 @@ def test_prototypes_are_averaged_over_clients_with_the_class(tmp_path, weighting
     assert len(latest) > 2
     assert len({tuple(reply["classes"]) for reply in latest.values()}) > 1
     expected = reference_prototypes(list(latest.values()), weighting == "samples")
-    sent = instruction_of(server.ask(4)[0]).tensors
+    sent = instruction_of(server.instruct(4)[0]).tensors
     assert sent["classes"].tolist() == list(expected)
     for row, j in enumerate(expected):
         np.testing.assert_allclose(sent["features"][row], expected[j], rtol=1e-4, atol=1e-6)
@@ -88,7 +88,7 @@ def test_class_counts_are_limited_by_samples(tmp_path):
     assert other.knowledge.tensors["counts"].tolist() == [counts[0]]
     server.strategy.aggregate(1, [one, other])
     np.testing.assert_allclose(
-        instruction_of(server.ask(2)[0]).tensors["features"][:, 0], [3.0, 5.0]
+        instruction_of(server.instruct(2)[0]).tensors["features"][:, 0], [3.0, 5.0]
     )
 
 
@@ -97,10 +97,10 @@ def test_client_without_labels_has_no_prototypes(tmp_path):
     server = Server(fedproto(), tmp_path)
     none = accepted(server, *answer("client-0", [], []))
     assert server.strategy.aggregate(1, [none]) == {"classes_covered": 0.0}
-    assert instruction_of(server.ask(2)[0]).tensors["features"].shape == (0, 64)
+    assert instruction_of(server.instruct(2)[0]).tensors["features"].shape == (0, 64)
     some = accepted(server, *answer("client-1", [4], [2]))
     assert server.strategy.aggregate(2, [some]) == {"classes_covered": 1.0}
-    assert instruction_of(server.ask(3)[0]).tensors["classes"].tolist() == [4]
+    assert instruction_of(server.instruct(3)[0]).tensors["classes"].tolist() == [4]
 
 
 def test_departed_client_is_forgotten(tmp_path):
@@ -111,12 +111,12 @@ def test_departed_client_is_forgotten(tmp_path):
     ]
     assert server.strategy.aggregate(1, replies) == {"classes_covered": 2.0}
     server.strategy.forget("client-0")
-    sent = instruction_of(server.ask(2)[0]).tensors
+    sent = instruction_of(server.instruct(2)[0]).tensors
     assert sent["classes"].tolist() == [1]
     assert (sent["features"] == 1).all()
     server.strategy.forget("client-1")
     server.strategy.forget("client-2")
-    assert not instruction_of(server.ask(3)[0]).tensors
+    assert not instruction_of(server.instruct(3)[0]).tensors
 
 
 # The client (Eqs. 3 and 7)

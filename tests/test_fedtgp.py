@@ -234,7 +234,7 @@ def test_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
         assert (options["epochs"], options["lr"], options["batch_size"]) == (2, 0.02, 7)
         measured = server.flower.state.record.method
         assert measured["margin"] == options["margin"]
-        sent = instruction_of(server.ask(number + 1)[0]).tensors["features"]
+        sent = instruction_of(server.instruct(number + 1)[0]).tensors["features"]
         apart = [min(phi(a, b) for j, b in enumerate(sent) if j != i) for i, a in enumerate(sent)]
         assert measured["separation"] == pytest.approx(np.mean(apart), rel=1e-4)
 
@@ -242,14 +242,14 @@ def test_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
 def test_only_classes_seen_by_a_client_are_sent(tmp_path):
     """Other classes also have prototypes, but without information."""
     server = Server(fedtgp(), tmp_path)
-    assert not instruction_of(server.ask(1)[0]).tensors
+    assert not instruction_of(server.instruct(1)[0]).tensors
     client = server.strategy.members["client-0"].info
     assert server.strategy.eval_instruction(1, client) is None
     figures = server.strategy.aggregate(1, [features_from(server, "client-0", [1, 7])])
     assert figures["classes_covered"] == 2.0
     figures = server.strategy.aggregate(2, [features_from(server, "client-1", [4, 7])])
     assert figures["classes_covered"] == 3.0
-    sent = instruction_of(server.ask(3)[0]).tensors
+    sent = instruction_of(server.instruct(3)[0]).tensors
     assert sent["classes"].tolist() == [1, 4, 7]
     trained = server.strategy.model().detach().numpy()
     np.testing.assert_array_equal(sent["features"], trained[[1, 4, 7]])

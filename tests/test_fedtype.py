@@ -150,8 +150,8 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
     server = Server(fedtype(), tmp_path / "run")
     payloads = []
     for number in (1, 2):
-        instructions = server.ask(number)
-        replies = server.answers(instructions)
+        instructions = server.instruct(number)
+        replies = server.train(instructions)
         payloads += [b"".join(ins.parameters.tensors) for _, ins in instructions]
         payloads += [b"".join(result.parameters.tensors) for _, result in replies]
         server.flower.aggregate_fit(number, replies, [])
@@ -209,10 +209,10 @@ def test_every_aggregation_runs_and_is_reproducible(tmp_path, aggregation):
 
 def test_pfedbayes_averages_mean_and_scale(tmp_path):
     server = Server(fedtype(**{"fedtype.aggregation": "pfedbayes"}), tmp_path / "run")
-    start = instruction_of(server.ask(1)[0]).group("scale")
+    start = instruction_of(server.instruct(1)[0]).group("scale")
     assert all((v == np.float32(START_SCALE)).all() for v in start.values())
     expected = mean_of(server, learn(server, 1), "scale")
-    for name, tensor in instruction_of(server.ask(2)[0]).group("scale").items():
+    for name, tensor in instruction_of(server.instruct(2)[0]).group("scale").items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-4)
         assert (tensor != np.float32(START_SCALE)).any()
 

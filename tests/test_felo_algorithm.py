@@ -145,7 +145,7 @@ def test_server_averages_each_clients_last_reply(tmp_path, weighting):
         assert len(replies) == 2
         last |= replies
     assert len(last) > 2
-    sent = instruction_of(server.ask(4)[0]).tensors
+    sent = instruction_of(server.instruct(4)[0]).tensors
     expected = expected_average([last[name] for name in sorted(last)], weighting == "samples")
     assert sent["classes"].tolist() == sorted(expected)
     for row, y in enumerate(sent["classes"].tolist()):
@@ -155,7 +155,7 @@ def test_server_averages_each_clients_last_reply(tmp_path, weighting):
 
 def test_first_round_has_no_teacher(tmp_path):
     server = Server(small(), tmp_path / "run")
-    assert not any(instruction_of(instructions).tensors for instructions in server.ask(1))
+    assert not any(instruction_of(instructions).tensors for instructions in server.instruct(1))
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_averages_are_evaluated_in_each_round(tmp_path, method):
 
 def test_unsampled_clients_evaluate_averages_in_the_last_round(tmp_path):
     server = Server(small(rounds=1, fraction=0.25, models=["mlp", "cnn2"]), tmp_path / "run")
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     (sampled,) = (proxy.name for proxy, _ in instructions)
-    replies = server.answers(instructions)
+    replies = server.train(instructions)
     server.flower.aggregate_fit(1, replies, [])
     told = server.flower.configure_evaluate(1, None, server.manager)
     of = {name: member.info.model for name, member in server.strategy.members.items()}

@@ -211,11 +211,11 @@ def test_hidden_labels_are_used_only_for_metrics(tmp_path):
     found, errors = [], []
     for shift in (0, 1):
         server = Server(semi("local", semi_threshold=0.0), tmp_path / str(shift))
-        instructions = server.ask(1)
+        instructions = server.instruct(1)
         clients = [client_of(proxy) for proxy, _ in instructions]
         for client in clients:
             client.unlabeled.y.copy_((client.unlabeled.y + shift) % 10)
-        server.answers(instructions)
+        server.train(instructions)
         found.append([{k: v.clone() for k, v in c.network.state_dict().items()} for c in clients])
         errors.append([client.metrics["pseudo_error"] for client in clients])
         for client in clients:  # clients stay open in this process
@@ -242,7 +242,7 @@ def test_pseudo_labels_stay_in_the_label_space(tmp_path):
     changes = {"partition": "superclasses", "samples-per-class": 20, "models": "mlp", **spaces}
     config = semi("fedavg", semi_threshold=0.0, **changes)
     server = Server(config, tmp_path / "run")
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     for proxy, _ in instructions:
         client = client_of(proxy)
         before = client.build_model().state_dict()["classifier.weight"]

@@ -57,7 +57,7 @@ def test_round_of_a_client_equals_the_local_update(tmp_path):
         fml(models="mlp2", **PLAIN, **{"fml.alpha": 0.3, "fml.beta": 0.8}), tmp_path / "run"
     )
     learn(server, 1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client = client_of(instructions[0][0])
     meme = build("mlp3", client.info.shape, client.info.classes, seed=5)
     meme.load_state_dict(
@@ -65,7 +65,7 @@ def test_round_of_a_client_equals_the_local_update(tmp_path):
     )
     start = copy.deepcopy(client.network)
     private, shared = slow_round(start, meme, client.x, client.y, 0.1, 3, 0.3, 0.8)
-    reply = reply_of(server.answers(instructions)[0][1]).group("weights")
+    reply = reply_of(server.train(instructions)[0][1]).group("weights")
     for name, value in shared.state_dict().items():
         np.testing.assert_allclose(reply[name], value.numpy(), rtol=1e-4, atol=1e-6)
     for name, value in private.state_dict().items():
@@ -83,7 +83,9 @@ def test_meme_without_private_models_equals_fedavg(tmp_path):
     for number in (1, 2):
         one, other = learn(mutual, number), learn(plain, number)
         assert all(same(one[name], other[name]) for name in one)
-    assert same(instruction_of(mutual.ask(3)[0]).tensors, instruction_of(plain.ask(3)[0]).tensors)
+    assert same(
+        instruction_of(mutual.instruct(3)[0]).tensors, instruction_of(plain.instruct(3)[0]).tensors
+    )
 
 
 # Sent and local tensors
@@ -91,12 +93,12 @@ def test_meme_without_private_models_equals_fedavg(tmp_path):
 
 def test_only_the_meme_is_sent(tmp_path):
     server = Server(fml(models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     info = client_of(instructions[0][0]).info
     names = {f"weights/{n}" for n in build("mlp3", info.shape, info.classes, seed=0).state_dict()}
     for knowledge in (
         instruction_of(instructions[0]),
-        *(reply_of(result) for _, result in server.answers(instructions)),
+        *(reply_of(result) for _, result in server.train(instructions)),
     ):
         assert set(knowledge.tensors) == names
         assert not knowledge.scalars
@@ -105,7 +107,7 @@ def test_only_the_meme_is_sent(tmp_path):
 def test_all_kinds_are_evaluated(tmp_path):
     server = Server(fml(), tmp_path)
     learn(server, 1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     client, knowledge = client_of(instructions[1][0]), instruction_of(instructions[0])
     judged = client.eval_models(knowledge)
     assert list(judged) == ["private", "proxy", "global"]

@@ -68,12 +68,12 @@ def test_every_method_evaluates_the_model_that_it_declares(name, tmp_path):
         ({"ensemble": ("private", "proxy")}, "must be declared together"),
     ],
 )
-def test_a_declaration_of_an_unknown_kind_is_rejected(changes, message):
+def test_declaration_of_an_unknown_kind_is_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         MethodSpec(**{"title": "x", "paper": "y", "headline": "personal", **changes})
 
 
-def test_the_page_on_runs_lists_the_headline_of_every_method(pytestconfig):
+def test_page_on_runs_lists_the_headline_of_every_method(pytestconfig):
     root = pytestconfig.rootpath
     page = (root / "docs" / "runs.md").read_text()
     assert reference(root)[root / "docs" / "runs.md"] == page
@@ -87,7 +87,7 @@ def test_the_page_on_runs_lists_the_headline_of_every_method(pytestconfig):
 # --- selection
 
 
-def test_a_missing_kind_or_protocol_is_replaced_by_the_next():
+def test_missing_kind_or_protocol_is_replaced_by_the_next():
     headline = Headline(protocol="personal", kinds={"common": "global", "personal": "proxy"})
     assert headline.column({"common": ["private", "global"]}) == ("common", "global")
     assert headline.column({"personal": ["local", "private"]}) == ("personal", "private")
@@ -116,7 +116,7 @@ def test_early_stopping_and_the_best_round_use_one_kind():
     assert last_round(rounds[:3], resolve({"method": "fedavg", **stopping})) == 9
 
 
-def test_the_kept_models_are_from_the_best_round_of_the_headline_kind(tmp_path):
+def test_kept_models_are_from_the_best_round_of_the_headline_kind(tmp_path):
     config = small("fedavg", rounds=4, keep_best=True, validation_fraction=0.0)
     run(config, tmp_path / "run")
     means = [
@@ -154,7 +154,7 @@ def runs_of(root, method, seeds, **means):
     return paths
 
 
-def test_a_comparison_with_local_uses_the_averaged_model(tmp_path):
+def test_comparison_with_local_uses_the_averaged_model(tmp_path):
     seeds = (0, 1, 2)
     paths = runs_of(tmp_path, "local", seeds, private=0.46)
     paths += runs_of(tmp_path, "fedavg", seeds, private=0.44, **{"global": 0.82})
@@ -177,13 +177,13 @@ def test_a_comparison_with_local_uses_the_averaged_model(tmp_path):
         compare(paths, kind="headline")
 
 
-def test_the_same_headline_kind_has_one_column(tmp_path):
+def test_same_headline_kind_has_one_column(tmp_path):
     paths = runs_of(tmp_path, "fedprox", (0, 1), private=0.5, **{"global": 0.7})
     paths += runs_of(tmp_path, "fedavg", (0, 1), private=0.4, **{"global": 0.8})
     assert compare(paths).columns == (("common", "global"), ("common", "private"))
 
 
-def test_a_sweep_recommends_the_setting_with_the_best_averaged_model(tmp_path):
+def test_sweep_recommends_the_setting_with_the_best_averaged_model(tmp_path):
     low = runs_of(tmp_path / "low", "fedavg", (0,), private=0.5, **{"global": 0.376})
     high = runs_of(tmp_path / "high", "fedavg", (0,), private=0.4, **{"global": 0.652})
     results = sweep(("training.lr",), {(0.0003,): low, (0.003,): high})
@@ -193,7 +193,7 @@ def test_a_sweep_recommends_the_setting_with_the_best_averaged_model(tmp_path):
     assert "training.lr = 0.003" in page or "<dd>0.003</dd>" in page
 
 
-def test_a_result_and_its_baseline_use_their_own_kinds(tmp_path):
+def test_result_and_its_baseline_use_their_own_kinds(tmp_path):
     (path,) = runs_of(tmp_path, "fedavg", (0,), private=0.44, **{"global": 0.82})
     (baseline,) = runs_of(tmp_path, "local", (0,), private=0.46)
     baseline.rename(path / "baseline")
@@ -245,7 +245,7 @@ def ensemble_of(outputs, task):
         return task.decode(combined).double().numpy()
 
 
-def test_an_ensemble_averages_class_probabilities():
+def test_ensemble_averages_class_probabilities():
     outputs = drawn(2, 7, 4)
     outputs[:, :, 3] = -np.inf  # A class outside the client's label space.
     exponentials = np.exp(outputs.astype(np.float64))
@@ -253,13 +253,13 @@ def test_an_ensemble_averages_class_probabilities():
     np.testing.assert_allclose(ensemble_of(outputs, CLASSIFICATION), expected, atol=1e-6)
 
 
-def test_an_ensemble_averages_label_probabilities():
+def test_ensemble_averages_label_probabilities():
     outputs = drawn(2, 7, 4)
     expected = (1 / (1 + np.exp(-outputs.astype(np.float64)))).mean(0)
     np.testing.assert_allclose(ensemble_of(outputs, MultiLabel()), expected, atol=1e-6)
 
 
-def test_an_ensemble_averages_numbers_and_quantiles():
+def test_ensemble_averages_numbers_and_quantiles():
     outputs = drawn(2, 7, 4)
     task = Regression(means=(1.0,) * 4, deviations=(2.0,) * 4)
     expected = outputs.astype(np.float64).mean(0) * 2 + 1
@@ -274,7 +274,7 @@ def test_an_ensemble_averages_numbers_and_quantiles():
 
 
 @pytest.mark.parametrize("name", ["fedtype", "fml", "fedkd"])
-def test_the_ensemble_is_evaluated_predicted_and_exported(name, tmp_path):
+def test_ensemble_is_evaluated_predicted_and_exported(name, tmp_path):
     summary = run(small(name, rounds=1, clients=2), tmp_path / "run")
     client = open_client(tmp_path / "run", "client-1")
     assert client.kinds == ("private", "proxy", "ensemble", "global")

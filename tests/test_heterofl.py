@@ -155,7 +155,7 @@ def test_full_width_equals_fedavg(tmp_path):
         server = Server(config, tmp_path / method)
         for round in (1, 2):
             server.play(round)
-        found.append(instruction_of(server.ask(3)[0]).tensors)
+        found.append(instruction_of(server.instruct(3)[0]).tensors)
     assert same(*found)
 
 
@@ -165,7 +165,7 @@ def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weightin
     config = federation(clients=4, **settings)
     server = Server(config, tmp_path)
     before = {name: value.copy() for name, value in server.strategy.weights.items()}
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     units = [
         instruction_of(each).tensors["weights/classifier.weight"].shape[1] for each in instructions
     ]
@@ -173,7 +173,7 @@ def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weightin
     for each in instructions:
         for name, value in instruction_of(each).group("weights").items():
             assert np.array_equal(value, before[name][tuple(slice(0, n) for n in value.shape)])
-    replies, models = server.answers(instructions), []
+    replies, models = server.train(instructions), []
     for proxy, result in replies:
         labels = reply_of(result).tensors["labels"]
         client = client_of(proxy)
@@ -189,7 +189,7 @@ def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weightin
 def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
     """Level b divides features by 1/2: gradient descent on full batches in float64."""
     server = Server(federation(alpha=0.2, **PLAIN), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     start = instruction_of(instructions[1]).group("weights")
     names = [f"{layer}.{kind}" for layer in ("extractor.1", "classifier")
              for kind in ("weight", "bias")]  # fmt: skip
@@ -205,7 +205,7 @@ def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
         ], 1)  # fmt: skip
         gradients = torch.autograd.grad(F.cross_entropy(logits, y), w)
         w = [(v - 0.1 * g).detach().requires_grad_() for v, g in zip(w, gradients, strict=True)]
-    reply = reply_of(server.answers(instructions)[1][1]).group("weights")
+    reply = reply_of(server.train(instructions)[1][1]).group("weights")
     for name, value in zip(names, w, strict=True):
         np.testing.assert_allclose(reply[name], value.detach(), rtol=1e-4, atol=1e-6)
     assert np.array_equal(reply["classifier.weight"][absent], start["classifier.weight"][absent])
@@ -213,8 +213,8 @@ def test_round_of_a_client_uses_scaler_and_mask(tmp_path):
 
 def test_batch_norm_statistics_are_never_sent(tmp_path):
     server = Server(federation(models="cnn2", clients=2), tmp_path)
-    instructions = server.ask(1)
-    replies = server.answers(instructions)
+    instructions = server.instruct(1)
+    replies = server.train(instructions)
     for each, (_, result) in zip(instructions, replies, strict=True):
         for knowledge in (instruction_of(each), reply_of(result)):
             assert not [name for name in knowledge.tensors if "running" in name or "num_" in name]
@@ -232,7 +232,7 @@ def test_batch_norm_statistics_are_never_sent(tmp_path):
 
 def test_replies_of_another_width_are_dropped(tmp_path):
     server = Server(federation(clients=4), tmp_path)
-    results = server.answers(server.ask(1))
+    results = server.train(server.instruct(1))
     changes = [
         lambda found: None,
         lambda found: found.update(reply_of(results[0][1]).tensors),
@@ -269,8 +269,8 @@ def test_client_with_another_architecture_is_not_sampled(tmp_path):
 def test_label_space_of_its_own(tmp_path, mask):
     changes = {"max-samples": 0, "heterofl.masked": mask}
     server = Server(federation(**changes, **SPACES), tmp_path)
-    instructions = server.ask(1)
-    for each, (proxy, result) in zip(instructions, server.answers(instructions), strict=True):
+    instructions = server.instruct(1)
+    for each, (proxy, result) in zip(instructions, server.train(instructions), strict=True):
         client, name = client_of(proxy), "weights/classifier.weight"
         moved = np.abs(reply_of(result).tensors[name] - instruction_of(each).tensors[name]).sum(1)
         assert (moved > 0).nonzero()[0].tolist() == client.space.tolist()

@@ -77,7 +77,7 @@ def test_predictions_equal_the_state_within_the_label_space(trained):
 
 
 @pytest.mark.parametrize("client", [MLP, CNN, TREE])
-def test_a_restored_model_scores_as_in_the_run(trained, client):
+def test_restored_model_scores_as_in_the_run(trained, client):
     directory, summary = trained
     measured = open_client(directory, client).accuracy()
     assert set(measured) == {"common", "personal"}
@@ -179,7 +179,7 @@ def test_damaged_record_raises(trained, tmp_path, content, says):
         open_client(tmp_path / "run", MLP)
 
 
-def test_a_record_of_another_client_or_with_strange_classes_is_refused(trained, tmp_path):
+def test_record_of_another_client_or_with_strange_classes_raises(trained, tmp_path):
     directory, _ = trained
     shutil.copytree(directory, tmp_path / "run")
     path = newest_state(tmp_path / "run", MLP).parent / "client.json"
@@ -190,7 +190,7 @@ def test_a_record_of_another_client_or_with_strange_classes_is_refused(trained, 
             open_client(tmp_path / "run", MLP)
 
 
-def test_the_places_of_states(trained, tmp_path):
+def test_places_of_states(trained, tmp_path):
     directory, _ = trained
     assert clients_in(directory) == clients_in(directory / "state") == [MLP, CNN, TREE]
     with pytest.raises(
@@ -389,7 +389,7 @@ def probabilities_of(form, path, x):
 
 
 @pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
-def test_an_exported_program_gives_the_predictions_in_batches_of_any_size(trained, tmp_path, form):
+def test_exported_program_gives_the_predictions_in_batches_of_any_size(trained, tmp_path, form):
     if form == "onnx":
         pytest.importorskip("onnxscript")
     client = open_client(trained[0], CNN)
@@ -405,7 +405,7 @@ def test_an_exported_program_gives_the_predictions_in_batches_of_any_size(traine
     assert card["label_space"] == [card["classes"][k] for k in client.record.space]
 
 
-def test_a_file_for_bytes_scales_them_itself(trained, tmp_path):
+def test_file_for_bytes_scales_them_itself(trained, tmp_path):
     client = open_client(trained[0], MLP)
     pixels = np.round(LEVELS * 255 / 16).astype(np.uint8)[:, None]
     wanted = client.predict(samples_for(client.record, pixels)).probabilities
@@ -451,7 +451,7 @@ def patients(tmp_path_factory):
     return root
 
 
-def test_the_onnx_file_of_a_table_and_the_example_loader_suffice(
+def test_onnx_file_of_a_table_and_the_example_loader_suffice(
     patients, tmp_path, monkeypatch, capsys
 ):
     """The loader has only model.onnx and new.csv, without fedhet or the card's file."""
@@ -471,7 +471,7 @@ def test_the_onnx_file_of_a_table_and_the_example_loader_suffice(
     assert capsys.readouterr().out == f"sex: unknown category 'x'\n{wanted.names}\n"
 
 
-def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, tmp_path):
+def test_table_is_encoded_in_the_program_and_described_in_each_file(patients, tmp_path):
     """The features of each row are computed by hand from the training rows."""
     client = open_client(patients / "run", "client-0")
     with (patients / "all.csv").open(newline="") as file:
@@ -499,7 +499,7 @@ def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, 
     assert np.allclose(program(x).detach().numpy(), wanted, atol=1e-6)
 
 
-def test_the_card_of_a_text_model_says_how_tokens_are_made(tmp_path):
+def test_card_of_a_text_model_says_how_tokens_are_made(tmp_path):
     """A program for texts expects tokens, which the card describes."""
     (tmp_path / "all.csv").write_text(
         "text,label\n" + "".join(f"word{k} again,{'ab'[k % 2]}\n" for k in range(40))
@@ -575,7 +575,7 @@ def test_csv_names_are_not_formulas():
     assert [csv_text(name) for name in names] == expected
 
 
-def test_the_commands(trained, images, call, tmp_path):
+def test_commands(trained, images, call, tmp_path):
     directory, _ = trained
     status, out, _ = call("predict", directory, MLP, images)
     assert status == 0
@@ -622,7 +622,7 @@ def site_folder(root):
     return root
 
 
-def test_a_site_predicts_from_its_own_state_folder(tmp_path, monkeypatch, call):
+def test_site_predicts_from_its_own_state_folder(tmp_path, monkeypatch, call):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     folder = site_folder(tmp_path / "data")
     config = small("local", models="mlp", num_classes=3, lr=0.05, local_epochs=5)

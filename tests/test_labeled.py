@@ -65,7 +65,7 @@ def test_all_samples_are_labeled_by_default():
     assert rest.x.shape == (0, 1)
 
 
-def test_a_client_may_be_assigned_no_labels_or_all():
+def test_client_may_be_assigned_no_labels_or_all():
     counts = {len(split_labels(samples(20), 0.1, 0, 0, f"client-{k}")[0]) for k in range(60)}
     assert {0, 20} < counts
 
@@ -109,7 +109,7 @@ def at_site(site, method, **changes):
     return config.method.client(config, node)
 
 
-def test_a_sites_images_without_a_class_are_its_unlabeled_part(site, caplog):
+def test_sites_images_without_a_class_are_its_unlabeled_part(site, caplog):
     for method, semi in (("um-pfssl", "none"), ("fedavg", "fixmatch"), ("local", "fixmatch")):
         client = at_site(site, method, semi=semi)
         assert (len(client.y), len(client.unlabeled), client.info.samples) == (12, 6, 18)
@@ -134,10 +134,10 @@ def test_client_without_labels_reports_no_pseudo_label_error(site):
     um.state.restore("run", before=1)
     start = {name: t.clone() for name, t in um.models["private"].state_dict().items()}
     told = Knowledge(scalars={"own": 0, "train": True, "held": 0})
-    answer = um.train(1, told)
+    reply = um.train(1, told)
     um.config.method.spec.instructions.check("server", told.tensors, told.scalars, um.sizes())
-    assert "pseudo_error" not in answer.scalars
-    assert any(not np.array_equal(answer.group("weights")[name], t) for name, t in start.items())
+    assert "pseudo_error" not in reply.scalars
+    assert any(not np.array_equal(reply.group("weights")[name], t) for name, t in start.items())
 
     fix = at_site(site, "fedavg", semi="fixmatch", semi_threshold=0.0)
     fix.state.restore("run", before=1)

@@ -191,7 +191,7 @@ def test_late_change_is_added_to_current_weights_with_less_weight(tmp_path, devi
     checked = 0
     for number in range(1, 6):
         before = {k: v.copy() for k, v in strategy.averaged["weights"].items()}
-        instructions = server.ask(number)
+        instructions = server.instruct(number)
         for proxy, _ in instructions:
             sent[proxy.name] = number, before
         found = server.flower.collector.fit(number, instructions, server.flower.state.needed, None)
@@ -369,7 +369,7 @@ def test_hanging_client_replies_late_and_is_used(tmp_path, held, monkeypatch):
     server = Server(config, tmp_path / "run")
     server.flower.collector.open(3)
     for number in (1, 2, 3, 4):
-        instructions = server.ask(number)
+        instructions = server.instruct(number)
         names = [proxy.name for proxy, _ in instructions]
         assert ("client-2" in names) == (number in (1, 4)), number
         found = server.flower.collector.fit(number, instructions, server.flower.state.needed, None)
@@ -420,7 +420,7 @@ def test_canceled_instructions_are_not_kept(tmp_path):
     config = small("fedavg", clients=4, models=["mlp"], min_replies=2.0)
     server = Server(config, tmp_path / "run")
     calls = server.flower.state.calls
-    server.ask(1)
+    server.instruct(1)
     server.flower._codec.cancel(1, {"client-1", "client-3"})
     there = [name for name in sorted(server.strategy.members) if calls.sent(name, 1)[0]]
     assert there == ["client-0", "client-2"]
@@ -429,7 +429,7 @@ def test_canceled_instructions_are_not_kept(tmp_path):
 def test_canceled_evaluations_are_not_counted(tmp_path):
     server = Server(small("fedavg", clients=4, models=["mlp"]), tmp_path / "run")
     exchange = server.flower._codec
-    server.ask(1)
+    server.instruct(1)
     sent = server.strategy.instruct(1, server.strategy.members["client-0"].info)
     exchange.encode_all(1, dict.fromkeys(server.strategy.members, sent), training=False)
     record = server.flower.state.record

@@ -79,7 +79,7 @@ def test_marks_of_best_second_and_clear_values(runs: Path) -> None:
     assert any("dagger" in text for text in rows.values())
 
 
-def test_a_caption_explains_the_marks_the_seeds_and_the_unit(runs: Path) -> None:
+def test_caption_explains_the_marks_the_seeds_and_the_unit(runs: Path) -> None:
     first, second = re.findall(r"\\caption\{(.*)\}\n", comparison_latex(compare([runs])))
     assert "359 test samples" in first
     assert "Number of seeds: 3." in first

@@ -45,7 +45,7 @@ def test_every_line_is_an_object_and_submit_shows_its_message(monkeypatch):
     assert [*filter_log(lines)] == [entry["message"] for entry in entries]
 
 
-def test_a_sites_warning_is_one_line_with_its_traceback(monkeypatch):
+def test_sites_warning_is_one_line_with_its_traceback(monkeypatch):
     monkeypatch.setenv("FEDHET_LOG", "json")
     units.configure_logs()
     handler, out = logging.getLogger("fedhet").handlers[0], io.StringIO()

@@ -304,7 +304,7 @@ def test_contributions_of_departed_clients_expire(method, tmp_path):
     told = server.strategy.state_dict()
     server.strategy.load_state_dict(told)
     assert kept_of(server.strategy, method) == before - {UNSAFE}
-    assert len(server.ask(2)) == 5
+    assert len(server.instruct(2)) == 5
 
 
 def kept_of(strategy, method):

@@ -132,7 +132,7 @@ def test_identity_round_trip():
         assert read_properties(info.properties(), "node") == info
 
 
-def test_a_site_with_another_public_set_is_excluded_and_both_sites_are_named(members, notices):
+def test_site_with_another_public_set_is_excluded_and_both_sites_are_named(members, notices):
     """The public set of most sites counts; a site of a simulation reports none."""
     one, other = "0" * 16, "1" * 16
     nodes = [Node("a", public=other), Node("b", public=one), Node("c", public=one), Node("d")]
@@ -171,7 +171,7 @@ def test_site_with_another_class_order_is_excluded(members, notices):
     assert list(members.present(manager)) == ["b", "c", "d", "f"]
 
 
-def test_the_first_to_name_the_classes_fixes_their_order(members):
+def test_first_to_name_the_classes_fixes_their_order(members):
     manager = Manager(Node("a"))
     members.present(manager)
     manager.nodes |= {"b": Node("b", order="0" * 16), "c": Node("c", order="1" * 16)}
@@ -305,14 +305,14 @@ def test_corrected_node_may_return(members):
 
 
 def test_undescribed_node_is_called_occasionally(members):
-    silent, turns, asked = Node("b"), [], []
+    silent, turns, sampled = Node("b"), [], []
     silent.says = TimeoutError("no answer")
-    silent.meanwhile = lambda: asked.append(len(turns))
+    silent.meanwhile = lambda: sampled.append(len(turns))
     manager = Manager(Node("a"), silent)
     for turn in range(1, 60):
         turns.append(turn)
         members.present(manager)
-    assert asked == [1, 2, 4, 8, 16, 32, 48]
+    assert sampled == [1, 2, 4, 8, 16, 32, 48]
 
 
 class Slow(Node):
@@ -365,7 +365,7 @@ def test_description_has_its_own_timeout(tmp_path):
     assert waited == [77.0]
 
 
-def test_a_model_that_a_client_names_is_not_imported_by_the_server(members, notices):
+def test_model_that_a_client_names_is_not_imported_by_the_server(members, notices):
     found = members.present(
         Manager(Node("a"), Node("b", model="os:abort"), Node("c", model="mymodels:tiny"))
     )
@@ -382,7 +382,7 @@ def flat(shape, classes):
 
 
 @pytest.mark.parametrize("method", ["cofed", "local", "fedgems", "felo"])
-def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, monkeypatch):
+def test_sites_own_model_matters_only_where_weights_are_sent(method, tmp_path, monkeypatch):
     """Otherwise, the server need not have or import a site's model."""
     (tmp_path / f"at_site_{method}.py").write_text(SITES_OWN)
     name = f"at_site_{method}:flat"
@@ -400,8 +400,8 @@ def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, m
         return
     strategy.initialize_parameters(manager)
     assert strategy.method.members["client-1"].info.model == name
-    asked = strategy.configure_fit(1, None, manager)
-    strategy.aggregate_fit(1, [(proxy, proxy.fit(ins, None, 1)) for proxy, ins in asked], [])
+    instructions = strategy.configure_fit(1, None, manager)
+    strategy.aggregate_fit(1, [(proxy, proxy.fit(ins, None, 1)) for proxy, ins in instructions], [])
     assert "client-1" in strategy.state.record.answered
 
 
@@ -415,7 +415,7 @@ def test_failing_node_is_called_again(members, notices):
     assert list(members.present(manager)) == ["a"]
 
 
-def test_an_error_at_a_node_comes_without_flowers_wrapping(members, notices):
+def test_error_at_a_node_comes_without_flowers_wrapping(members, notices):
     node = Node("a")
     # As flwr.server.compat.grid_client_proxy has it.
     told = "Message contains an Error (reason: {}). It originated during client-side execution."
@@ -459,12 +459,12 @@ def test_too_few_clients_do_not_start(tmp_path):
 MODELS = ["resnet18-pretrained", "cnn2", "mlp"]
 
 
-def test_a_run_may_start_with_fewer(tmp_path):
+def test_run_may_start_with_fewer(tmp_path):
     config = small(join_timeout=0.5, min_clients=2)
     assert len(_start(config, tmp_path / "run", clients=2)) == 2
 
 
-def test_a_model_that_the_server_cannot_build_is_not_the_one_that_it_builds():
+def test_model_that_the_server_cannot_build_is_not_the_one_that_it_builds():
     """A client's model name decides nothing if others have a model of the run's pool."""
     infos = [ClientInfo(n, m, 9, 3, "image", (1, 8, 8)) for n, m in zip("abc", MODELS, strict=True)]
     every = [Member(info, None) for info in infos]
@@ -521,13 +521,13 @@ def test_silent_client_is_in_no_mean(tmp_path, monkeypatch):
     assert kept["mean"] == pytest.approx(np.mean(list(kept["per_client"].values())))
 
 
-def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
+def test_late_reply_does_not_overwrite_newer_state(tmp_path):
     server = Server(small("local"), tmp_path / "run")
-    proxy, ins = server.ask(1)[0]
+    proxy, ins = server.instruct(1)[0]
     late = server.log.config.method.client(server.log.config, proxy._proxy._node)
     late.state.restore(server.log.run_name, before=1)
     proxy.fit(ins, None, 1)
-    proxy.fit(server.ask(2)[0][1], None, 2)
+    proxy.fit(server.instruct(2)[0][1], None, 2)
     states = {path: path.read_bytes() for path in late.state.folder.glob("round-*")}
     assert len(states) == 2
     with pytest.raises(StateError, match="newer"):

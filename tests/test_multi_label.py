@@ -119,7 +119,7 @@ def listed(path):
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-def test_a_column_lists_the_labels_of_each_row(tmp_path, ending):
+def test_column_lists_the_labels_of_each_row(tmp_path, ending):
     path, lines = listed(tmp_path / f"a.{ending}"), []
     cells = read_table(path, spec("found"))
     schema = infer_schema(cells, spec("found"), lines.append)
@@ -161,7 +161,7 @@ def test_classes_may_contain_semicolons(tmp_path):
         ("0,1\n1,1\n1,0", "p,z", r"column 'z'"),
     ],
 )
-def test_an_invalid_target_has_one_error(tmp_path, rows, target, fault):
+def test_invalid_target_has_one_error(tmp_path, rows, target, fault):
     path = tmp_path / "a.csv"
     lines = [f"{row},{k / 7}" for k, row in enumerate(rows.split("\n"))]
     path.write_text("\n".join(["p,q,x", *lines]) + "\n")
@@ -170,7 +170,7 @@ def test_an_invalid_target_has_one_error(tmp_path, rows, target, fault):
     assert "\n" not in str(error.value)
 
 
-def test_a_marker_of_missing_labels_is_declared(tmp_path):
+def test_marker_of_missing_labels_is_declared(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("p,q,x\n1,-1,0.5\n0,1,0.7\n")
     table = read_table(path, spec("p,q"))
@@ -184,7 +184,7 @@ def test_a_marker_of_missing_labels_is_declared(tmp_path):
     np.testing.assert_array_equal(labels, np.float32([[1, math.nan], [0, 1]]))
 
 
-def test_a_site_reads_labels_with_the_schema_of_all_sites(tmp_path):
+def test_site_reads_labels_with_the_schema_of_all_sites(tmp_path):
     every = infer_schema(read_table(listed(tmp_path / "a.csv"), spec("found")), spec("found"))
     site = tmp_path / "site"
     site.mkdir()
@@ -229,7 +229,7 @@ def entropy_by_hand(outputs, targets):
     return losses
 
 
-def test_the_loss_is_the_mean_over_the_present_labels_of_each_sample():
+def test_loss_is_the_mean_over_the_present_labels_of_each_sample():
     outputs = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor(drawn(9, 3)[1], dtype=torch.float32)
     targets[4] = math.nan
@@ -243,7 +243,7 @@ def test_the_loss_is_the_mean_over_the_present_labels_of_each_sample():
     assert (outputs.grad[~targets.isnan()] != 0).all()
 
 
-def test_a_batch_without_labels_has_the_loss_0_and_a_gradient():
+def test_batch_without_labels_has_the_loss_0_and_a_gradient():
     outputs = torch.randn(4, 3, requires_grad=True)
     loss = TASK.loss()(outputs, torch.full((4, 3), math.nan))
     loss.backward()
@@ -300,7 +300,7 @@ def test_samples_without_labels_neither_raise_fedkds_intensity_nor_are_distilled
 
 
 @pytest.mark.parametrize("task", ["auto", "multi-label"])
-def test_lists_with_another_separator_are_refused(tmp_path, task):
+def test_lists_with_another_separator_raise(tmp_path, task):
     names = ["heart", "lung", "bone", "skin"]
     pairs = [f"{a}|{b}" for a in names for b in names if a != b]
     path = tmp_path / "a.csv"
@@ -364,7 +364,7 @@ def test_scores_equal_scikit_learn_over_present_labels():
     assert found == pytest.approx(expected)
 
 
-def test_a_split_on_which_no_label_can_be_scored_has_no_scores():
+def test_split_on_which_no_label_can_be_scored_has_no_scores():
     truth = np.zeros((5, 2))
     found = measure(NAMES, Predictions(truth, truth, truth))
     assert found == {"scored-labels": 0.0}
@@ -392,7 +392,7 @@ def healthy(tmp_path_factory):
     return root / "run", summary
 
 
-def test_a_site_that_cannot_be_scored_is_excluded_from_the_means(healthy):
+def test_site_that_cannot_be_scored_is_excluded_from_the_means(healthy):
     directory, summary = healthy
     for record in records(directory):
         score = record["metrics"]["macro-auc"]["personal"]["private"]
@@ -411,7 +411,7 @@ def test_a_site_that_cannot_be_scored_is_excluded_from_the_means(healthy):
     assert compared.groups[0].score(("personal", "private")).mean == pytest.approx(final["mean"])
 
 
-def test_a_model_is_scored_by_its_sigmoids_and_undefined_outputs_are_wrong():
+def test_model_is_scored_by_its_sigmoids_and_undefined_outputs_are_wrong():
     x, y = (torch.tensor(each, dtype=torch.float32) for each in drawn(50))
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
@@ -486,7 +486,7 @@ def test_masked_sums_give_the_same_instructions_as_plain_replies(method, table, 
     check_same_instructions(config(method, table, **changes), tmp_path)
 
 
-def test_a_client_descends_the_loss(table, tmp_path):
+def test_client_descends_the_loss(table, tmp_path):
     plain = {"training.optimizer": "sgd", "training.momentum": 0.0, "training.lr": 0.5,
              "training.weight-decay": 0.0, "training.batch-size": 4096,
              "training.local-epochs": 1, "rounds": 1}  # fmt: skip
@@ -509,7 +509,7 @@ def test_a_client_descends_the_loss(table, tmp_path):
         np.testing.assert_allclose(stored[key], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_private_run_has_a_budget(tmp_path):
+def test_private_run_has_a_budget(tmp_path):
     (tmp_path / "data").mkdir()
     for name, rows in (("train", slice(90)), ("test", slice(90, None))):
         write(tmp_path / "data" / f"{name}.csv", *(each[rows] for each in drawn()))
@@ -554,7 +554,7 @@ def test_predictions_are_probabilities_and_labels_from_a_half(trained, tmp_path,
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pt2"])
-def test_an_exported_model_describes_its_labels(trained, tmp_path, form):
+def test_exported_model_describes_its_labels(trained, tmp_path, form):
     client = open_client(trained, "client-0")
     path = tmp_path / f"a.{form}"
     card = json.loads(export(client, form, path).read_text())
@@ -571,7 +571,7 @@ def test_an_exported_model_describes_its_labels(trained, tmp_path, form):
     assert 0 <= card["scores"]["personal"]["macro-auc"] <= 1
 
 
-def test_the_task_is_restored_from_a_file():
+def test_task_is_restored_from_a_file():
     assert task_of({"name": "multi-label"}) == TASK
 
 

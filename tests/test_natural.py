@@ -164,7 +164,7 @@ def test_camelyon17_gives_each_hospital_a_client_but_the_one_of_the_test(tissue)
     assert data.common_test.x[:, 0, 0, 0].tolist() == [n for n in range(30) if n % 5 == 2]
 
 
-def test_a_subset_of_wilds_is_drawn_before_it_is_decoded(tissue, tmp_path, monkeypatch):
+def test_subset_of_wilds_is_drawn_before_it_is_decoded(tissue, tmp_path, monkeypatch):
     data = store(f"camelyon17:{tissue}", 2, max_samples=12, max_test_samples=3)
     assert (len(data.dataset.train), len(data.common_test)) == (12, 3)
     drawn = torch.cat([data.dataset.train.x, data.common_test.x])[:, 0, 0, 0].tolist()

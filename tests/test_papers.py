@@ -403,7 +403,7 @@ def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
     assert results.result.finished == 5
 
 
-def test_a_table_names_the_samples_that_selected_rounds(tmp_path):
+def test_table_names_the_samples_that_selected_rounds(tmp_path):
     tops = {"alone": [0.3, None, None], "together": [0.6, None, None]}
     plain = written(tmp_path / "plain", tops)
     assert plain.result.selected == []
@@ -425,7 +425,7 @@ def test_a_table_names_the_samples_that_selected_rounds(tmp_path):
         ({"alone": [0.3, None, None], "together": [0.9, None, None]}, "not measured"),
     ],
 )
-def test_a_claim_holds_if_the_interval_excludes_zero(tops, outcome, tmp_path):
+def test_claim_holds_if_the_interval_excludes_zero(tops, outcome, tmp_path):
     results = written(tmp_path, tops)
     found = next(each for each in results.result.comparisons if each.where == "all")
     assert found.outcome == outcome
@@ -438,7 +438,7 @@ def test_a_claim_holds_if_the_interval_excludes_zero(tops, outcome, tmp_path):
         assert found.measured.se > found.seed_error
 
 
-def test_a_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
+def test_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
     tops = {"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]}
     results = written(tmp_path / "runs", tops)
     text = write_latex(results, tmp_path).read_text()
@@ -653,7 +653,7 @@ def test_only_the_rounds_that_a_table_shows_are_evaluated(mine):
         ({"rounds": 10, "evaluate-from": 4}, 4),
     ],
 )
-def test_a_table_evaluates_from_its_tail_on_unless_earlier_rounds_count(over, first, tmp_path):
+def test_table_evaluates_from_its_tail_on_unless_earlier_rounds_count(over, first, tmp_path):
     (run, *_) = plan("x", table(), "tiny", [0], tmp_path, over).runs
     assert run.config.run.evaluate_from == first
     directory = plan("x", table(), "tiny", [0], tmp_path, {**over, "evaluate-from": 7}).runs[0]
@@ -697,7 +697,7 @@ def test_several_tables_share_runs_and_have_an_overview(mine):
         call("min")
 
 
-def test_the_overview_counts_the_claims(tmp_path):
+def test_overview_counts_the_claims(tmp_path):
     found = written(tmp_path, {"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]})
     cells = overview([found])
     row = dict(zip(cells.headers, (cell.text for cell in next(iter(cells.rows))), strict=True))

@@ -84,7 +84,7 @@ def test_allowed_modules_are_imported(evil, allowed):
     assert evil.exists()
 
 
-def test_a_sites_own_model_needs_no_permission():
+def test_sites_own_model_needs_no_permission():
     taken = permitted({**PARTITION, "model": "evil_module:f"}, SHIPPED)
     assert taken == from_flower({**SHIPPED, "models.pool": "evil_module:f"})
 
@@ -134,7 +134,7 @@ def test_site_reads_its_data_and_allowed_paths(tmp_path, monkeypatch):
     assert permitted(node, run) == from_flower(run)
 
 
-def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
+def test_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
     """A directory with this name has no effect, and the subset does not matter."""
     node = {"name": "site-a", "data": f"npz:{tmp_path}", "allow-paths": f"hf:a/b, {tmp_path}/hub"}
     for place in ("a/b", "a/b@part", f"{tmp_path}/hub@part"):
@@ -150,11 +150,11 @@ def test_permission_and_reading_agree(tmp_path, monkeypatch):
     """The library receives the directory or name that the site has checked."""
     import flwr_datasets
 
-    asked = []
+    sampled = []
 
     class Recording:
         def __init__(self, dataset, subset, **options):
-            asked.append((dataset, subset))
+            sampled.append((dataset, subset))
             raise DataError("recorded")
 
     monkeypatch.setattr(flwr_datasets, "FederatedDataset", Recording)
@@ -166,7 +166,7 @@ def test_permission_and_reading_agree(tmp_path, monkeypatch):
     for place in ("a/b@c.d", f"{tmp_path}/a@b", "./a"):
         with pytest.raises(DataError, match="recorded"):
             load(DataSpec(dataset=f"hf:{place}"))
-    assert asked == [(f"{tmp_path}/a/b", "c.d"), (f"{tmp_path}/a", "b"), (f"{tmp_path}/a", None)]
+    assert sampled == [(f"{tmp_path}/a/b", "c.d"), (f"{tmp_path}/a", "b"), (f"{tmp_path}/a", None)]
 
 
 def test_other_settings_need_no_permission():

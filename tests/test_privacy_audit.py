@@ -76,10 +76,10 @@ def sent(method, x, y, tmp_path, epochs, own):
         "training.local-epochs": epochs, "training.batch-size": 32, "privacy.delta": DELTA,
     }  # fmt: skip
     server = Server(resolve({"training.lr": 3e-3, **chosen, "privacy.epsilon": CLAIM}), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     client = client_of(instructions[0][0])
     client.samples.own = Split(x, y)
-    result = server.answers(instructions[:1])[0][1]
+    result = server.train(instructions[:1])[0][1]
     assert "error" not in result.metrics, result.metrics
     arrays = [np.load(io.BytesIO(tensor)) for tensor in result.parameters.tensors]
     return decode(arrays, "test")[1], client

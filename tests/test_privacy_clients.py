@@ -148,17 +148,17 @@ def replies(config, directory, seed, monkeypatch):
     drawn_alike(monkeypatch)
     server, found = Server(config, directory), []
     for number in (1, 2):
-        asked = server.ask(number)
-        for proxy, _ in asked:
+        instructions = server.instruct(number)
+        for proxy, _ in instructions:
             client = client_of(proxy)
             if number == 1:
                 client.samples.own = other_samples(client.samples.own, seed)
-        answers = server.answers(asked)
-        for proxy, result in answers:
+        results = server.train(instructions)
+        for proxy, result in results:
             assert "error" not in result.metrics, (proxy.name, result.metrics)
             arrays = [np.load(io.BytesIO(t)) for t in result.parameters.tensors]
             found.append((decode(arrays, "test")[1], dict(result.metrics)))
-        server.flower.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, results, [])
     return found
 
 
@@ -247,7 +247,7 @@ def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
         contract.check(client.info.name, knowledge.tensors, {}, client.sizes())
 
 
-def test_the_classes_of_a_site_are_all_classes(tmp_path):
+def test_classes_of_a_site_are_all_classes(tmp_path):
     """With its own directory, a site would otherwise reply for the classes of its samples."""
     folder = tmp_path / "own"
     folder.mkdir()
@@ -363,7 +363,7 @@ def test_run_consumes_the_planned_budget(tmp_path):
     assert ">epsilon<" in page
 
 
-def test_a_comparison_shows_epsilon(tmp_path):
+def test_comparison_shows_epsilon(tmp_path):
     config = private("fedavg", models=["mlp"], clients=2, rounds=1, **CHEAP)
     spent = run(config, tmp_path / "private")["privacy"]["client-1"]["epsilon"]
     comparison = report.compare([tmp_path / "private"])
@@ -373,14 +373,14 @@ def test_a_comparison_shows_epsilon(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "cofed", "fedmd", "cronus", "fedtype", "fml"])
-def test_the_planned_noise_lasts_for_all_rounds(method, tmp_path):
+def test_planned_noise_lasts_for_all_rounds(method, tmp_path):
     summary = run(private(method, clients=2), tmp_path)
     assert set(summary["privacy"]) == {"client-0", "client-1"}
     assert all(each_["epsilon"] <= 8.0 for each_ in summary["privacy"].values())
     assert all(not r["failed"] for r in records(tmp_path))
 
 
-def test_the_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
+def test_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
     """Private training uses the memory format channels_last by default, like other training."""
     client = opened(private("fedavg", models=["cnn2-gn"]), tmp_path)
     model, x = client.network.train(), client.compute.to_inputs(client.samples.own.x[:5])
@@ -437,7 +437,7 @@ def test_exhausted_run_releases_nothing(tmp_path):
     assert server.flower.state.health.to_dict()["silent"] == {}
 
 
-def test_a_sites_budget_lasts_for_all_runs(tmp_path):
+def test_sites_budget_lasts_for_all_runs(tmp_path):
     own = {"privacy": "epsilon=10 delta=1e-5"}
     first = opened(private("felo"), tmp_path, **own)
     for number in (1, 2):
@@ -787,7 +787,7 @@ def open_config(**changes):
     return resolve({**SMALL, **settings("felo", models=["mlp"], clients=2, **changes)})
 
 
-def test_a_site_records_its_runs_without_privacy_before_they_train(tmp_path, monkeypatch):
+def test_site_records_its_runs_without_privacy_before_they_train(tmp_path, monkeypatch):
     client, seen = at_site(open_config(), tmp_path), []
     train = type(client).train
     monkeypatch.setattr(
@@ -808,7 +808,7 @@ def test_a_site_records_its_runs_without_privacy_before_they_train(tmp_path, mon
     assert seen == [found[:1], found]
 
 
-def test_a_simulated_client_records_no_run_without_privacy(tmp_path):
+def test_simulated_client_records_no_run_without_privacy(tmp_path):
     client = opened(open_config(), tmp_path)
     replied(client, 1, Knowledge())
     assert entries(tmp_path) == []
@@ -834,7 +834,7 @@ def test_private_run_notes_earlier_runs_without_privacy(tmp_path, caplog, call):
     assert "client-1: no privacy guarantee, because the ledger contains runs without privacy" in out
 
 
-def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
+def test_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
     """A run without privacy voids the guarantee, but does not end private runs."""
     replied(at_site(open_config(), tmp_path), 1, Knowledge())
     given = []
@@ -848,7 +848,7 @@ def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
     client.privacy._check(entries(tmp_path), Release(50.0))
 
 
-def test_a_run_without_privacy_voids_the_guarantee_whatever_the_digest(tmp_path, call):
+def test_run_without_privacy_voids_the_guarantee_whatever_the_digest(tmp_path, call):
     """Another seed, image size, or sample changes the digest; most samples are equal."""
     ledger = Ledger(tmp_path, "a")
     ledger.record_unprotected("open", 1, "felo", "a", "first digest")

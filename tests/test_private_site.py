@@ -477,7 +477,7 @@ def test_size_of_a_class_is_not_revealed_by_bisection(tmp_path):
     )
 
 
-def test_a_site_without_enough_samples_of_a_class_that_it_lists_joins_no_run(tmp_path, caplog):
+def test_site_without_enough_samples_of_a_class_that_it_lists_joins_no_run(tmp_path, caplog):
     """Which class it is, and which method and settings the run has, makes no difference."""
 
     def without(label):
@@ -504,7 +504,7 @@ def test_noise_hides_classes_without_samples_so_a_site_with_a_budget_may_list_th
 
 
 @pytest.mark.parametrize(("lr", "scale"), [(1e-44, 1.7e10), (0.1, 1e12)])
-def test_a_site_with_peers_replies_even_if_training_diverges(lr, scale, tmp_path, caplog):
+def test_site_with_peers_replies_even_if_training_diverges(lr, scale, tmp_path, caplog):
     """Otherwise, a server could choose weights that diverge if a class has many samples.
 
     With the first setting, the loss overflows, but the weights do not change.
@@ -643,7 +643,7 @@ def test_presence_of_an_image_is_not_revealed(tmp_path, public, caplog):
     assert "samples of site-a" in caplog.text, "the site's own log says so"
 
 
-def test_a_server_cannot_show_two_sites_different_public_sets_unnoticed(tmp_path):
+def test_server_cannot_show_two_sites_different_public_sets_unnoticed(tmp_path):
     """A site may permit several directories, and runs with other `data.data-dir` have one key."""
     sites = [site(tmp_path / name, change) for name, change in (("a", blank), ("b", more_rows))]
     places = [tmp_path / "data-1", tmp_path / "data-2"]
@@ -783,7 +783,7 @@ def test_declared_shape_must_match_the_data(tmp_path, caplog):
     )
 
 
-def test_the_settings_of_a_run_do_not_choose_the_test_split(tmp_path):
+def test_settings_of_a_run_do_not_choose_the_test_split(tmp_path):
     folder = site(tmp_path / "site", declared=f"{DECLARED}test-fraction = 0.5\n")
     for run in ({}, {"seed": 7}, {"data.test-fraction": 0.1}):
         inner = joined(folder, **run)._client
@@ -808,7 +808,7 @@ def test_log_of_a_site_lists_differing_settings(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["table", "text", "signal"])
-def test_a_run_for_another_kind_of_samples_is_refused(kind, tmp_path):
+def test_run_for_another_kind_of_samples_raises(kind, tmp_path):
     kinds = {"data.sample-kind": kind, "models.pool": "text-bag" if kind == "text" else "mlp"}
     fault, text = outcome(site(tmp_path / "site"), **kinds)
     assert fault == "SettingsError"
@@ -827,7 +827,7 @@ optional = false
 """
 
 
-def test_a_table_with_a_schema_needs_no_other_declaration(tmp_path, caplog):
+def test_table_with_a_schema_needs_no_other_declaration(tmp_path, caplog):
     """Valid rows reveal nothing; a wrong column is refused with the same message as arrays."""
     seen = []
     for last in ("3,a", "-1e9,b", "other,a"):
@@ -851,7 +851,7 @@ def test_class_names_never_come_from_directories(tmp_path, caplog):
     assert "cat" in caplog.text
 
 
-def test_a_site_that_is_not_private_is_read_as_the_run_says(tmp_path):
+def test_site_that_is_not_private_is_read_as_the_run_says(tmp_path):
     folder = site(tmp_path / "site")
     run = {"privacy.epsilon": 0.0, "models.num-classes": 9, "data.test-fraction": 0.5}
     inner = joined(folder, {"privacy": ""}, **run)._client
@@ -873,7 +873,7 @@ def test_private_run_naming_the_site_data_raises(kind, tmp_path):
                     permitted(own, {**run, **switch})
 
 
-def test_a_site_warns_of_runs_without_privacy_that_split_its_data_otherwise(tmp_path, caplog):
+def test_site_warns_of_runs_without_privacy_that_split_its_data_otherwise(tmp_path, caplog):
     folder = site(tmp_path / "site")
     run = {"privacy.epsilon": 0.0, "models.num-classes": 10, "seed": 3, "data.test-fraction": 0.5}
     joined(folder, {"privacy": ""}, **run)._client.privacy.begin("open", 1)
@@ -892,7 +892,7 @@ def test_generated_public_samples_would_publish_private_values(method):
         resolve({**run, "models.pool": ["mlp"], "data.dataset": "adult:/x", "privacy.epsilon": 8.0})
 
 
-def test_a_budget_needs_data_that_the_run_does_not_choose():
+def test_budget_needs_data_that_the_run_does_not_choose():
     node = build(NodeSettings, {"partition-id": 0, "privacy": "epsilon=8"}, prefix="node-config ")
     run = resolve({"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0})
     with pytest.raises(SettingsError):
@@ -962,7 +962,7 @@ def test_no_reply_reveals_the_number_of_rows(declared, numbers, tmp_path):
         assert its_releases == releases
 
 
-def test_the_budget_of_a_site_is_exhausted_in_the_same_round_for_each_number_of_rows(tmp_path):
+def test_budget_of_a_site_is_exhausted_in_the_same_round_for_each_number_of_rows(tmp_path):
     """The noise is fixed, so only the budget determines the number of rounds."""
     fixed = {"privacy.epsilon": 0.0, "privacy.noise-multiplier": 1.0, "privacy.class-noise": 8.0}
     found = [
@@ -980,7 +980,7 @@ def test_the_budget_of_a_site_is_exhausted_in_the_same_round_for_each_number_of_
     assert messages[0] == messages[1] == messages[2]
 
 
-def test_the_settings_of_a_run_do_not_test_the_number_of_rows(tmp_path):
+def test_settings_of_a_run_do_not_test_the_number_of_rows(tmp_path):
     """A server could otherwise search for the delta at which a site with 1 / delta rows fails."""
     for rows, declared in ((72, ""), (140, ""), (30, "rows = 90\n"), (300, "rows = 90\n")):
         folder = tmp_path / f"{rows}"
@@ -1031,13 +1031,13 @@ def test_batches_of_a_site_have_the_declared_rate_and_number(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["1", "0", "-5", "2.5", "true", '"many"', "10000000000000"])
-def test_a_declared_number_of_rows_is_an_integer(value, tmp_path):
+def test_declared_number_of_rows_is_an_integer(value, tmp_path):
     folder = site(tmp_path / "site", declared=f"{DECLARED}rows = {value}\n")
     with pytest.raises(DataError, match=r"site\.toml: rows: .*2 to 1000"):
         Declaration.from_files(f"npz:{folder}", 10**9)
 
 
-def test_a_site_warns_in_its_own_log_if_the_declared_number_is_far_from_the_data(tmp_path, caplog):
+def test_site_warns_in_its_own_log_if_the_declared_number_is_far_from_the_data(tmp_path, caplog):
     for number, warns in ((40, False), (80, False), (10, True), (500, True)):
         folder = site(tmp_path / f"{number}", declared=f"{DECLARED}rows = {number}\n")
         caplog.clear()

@@ -53,8 +53,8 @@ def fitted(name, x, y):
 def test_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, method):
     server, mean = Server(on_diabetes(method, **{f"{method}.sample": 40}), tmp_path), None
     for number in (1, 2, 3):
-        instructions = server.ask(number)
-        replies, told = server.answers(instructions), instruction_of(instructions[0]).tensors
+        instructions = server.instruct(number)
+        replies, told = server.train(instructions), instruction_of(instructions[0]).tensors
         if mean is not None:
             np.testing.assert_allclose(told["logits"], mean, rtol=1e-5, atol=1e-6)
         for proxy, result in replies:
@@ -77,8 +77,8 @@ def test_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, met
 def test_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(tmp_path):
     server = Server(on_diabetes("fedgems", **{"fedgems.epsilon": 0.75}), tmp_path)
     server.play(1)
-    instructions = server.ask(2)
-    for proxy, result in server.answers(instructions):
+    instructions = server.instruct(2)
+    for proxy, result in server.train(instructions):
         client, logits = client_of(proxy), reply_of(result).tensors["logits"]
         if client.info.model == "mlp":
             continue

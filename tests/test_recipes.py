@@ -79,7 +79,7 @@ def test_learning_rate_factor_equals_the_torch_scheduler(case):
     assert min(found) > 0
 
 
-def test_the_default_is_a_factor_of_exactly_one():
+def test_default_is_a_factor_of_exactly_one():
     assert {rate_factor(TrainingSettings(), number, 7) for number in range(1, 8)} == {1.0}
 
 
@@ -103,26 +103,26 @@ def test_plateau_equals_torch(patience):
 
 def rate_in(server, number):
     """The learning rate of a client's optimizer in a round."""
-    client = client_of(server.ask(number)[0][0])
+    client = client_of(server.instruct(number)[0][0])
     client.state.restore(server.log.run_name, before=number)
     client.recipe.begin(number)
     return client.optimization(client.network.parameters()).optimizer.param_groups[0]["lr"]
 
 
-def test_a_client_trains_at_the_rounds_rate(tmp_path):
+def test_client_trains_at_the_rounds_rate(tmp_path):
     config = small("local", rounds=4, schedule="step", milestones=[2], lr=0.5, clients=2)
     server = Server(config, tmp_path / "run")
     assert [rate_in(server, number) for number in (1, 2, 3, 4, 2)] == [0.5, 0.5, 0.05, 0.05, 0.5]
 
 
-def test_a_clients_plateau_follows_its_own_training_loss(tmp_path):
+def test_clients_plateau_follows_its_own_training_loss(tmp_path):
     """With a tiny rate, the loss does not decrease, so each third round lowers the rate."""
     config = small("local", lr=1e-30, optimizer="sgd", schedule="plateau", patience=1, decay=0.25)
     server = Server(config, tmp_path / "run")
     rates = []
     for number in range(1, 8):
         rates.append(rate_in(server, number))
-        (client, ins), *_ = server.ask(number)
+        (client, ins), *_ = server.instruct(number)
         client.fit(ins, None, number)
     falls = [0, 0, 0, 1, 1, 2, 2]  # round 1 is the least so far, 2 waits, 3 lowers, 4 waits, ...
     assert rates == pytest.approx([1e-30 * 0.25**fall for fall in falls], rel=1e-6, abs=0)
@@ -132,7 +132,7 @@ def test_a_clients_plateau_follows_its_own_training_loss(tmp_path):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e5])
-def test_a_gradients_norm_is_bounded(clip):
+def test_gradients_norm_is_bounded(clip):
     model = nn.Linear(3, 2)
     x, y = torch.randn(8, 3, generator=draws()), torch.arange(8) % 2
     before = torch.cat([p.detach().clone().flatten() for p in model.parameters()])
@@ -299,7 +299,7 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
     config = small("fedgems", augment="crop", **{"fedgems.server-model": "mlp"})
     server = Server(config, tmp_path / "run")
     server.play(1)
-    (proxy, ins), *_ = server.ask(2)
+    (proxy, ins), *_ = server.instruct(2)
     client = client_of(proxy)
     seen = seen_by(client, monkeypatch)
     distilled = []
@@ -310,10 +310,10 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
     assert sum(map(len, seen)) == len(client.y)
 
 
-def test_a_client_augments_by_its_own_draws_of_the_round(tmp_path):
+def test_client_augments_by_its_own_draws_of_the_round(tmp_path):
     """Compare with the generator of (seed, client, round)."""
     server = Server(small("local", augment="crop-flip", seed=3), tmp_path / "run")
-    client = client_of(server.ask(1)[1][0])
+    client = client_of(server.instruct(1)[1][0])
     client.recipe.begin(2)
     x = client.x[:40]
     found = [client.recipe.augment(x[:20]), client.recipe.augment(x[20:])]
@@ -333,8 +333,8 @@ def test_order_of_clients_does_not_matter(tmp_path):
     for step in (1, -1):
         server = Server(config, tmp_path / str(step))
         for number in (1, 2):
-            answers = {p.name: r for p, r in server.answers(server.ask(number)[::step])}
-        found.append({name: r.parameters.tensors[1:] for name, r in answers.items()})
+            replies = {p.name: r for p, r in server.train(server.instruct(number)[::step])}
+        found.append({name: r.parameters.tensors[1:] for name, r in replies.items()})
     assert found[0] == found[1]
 
 
@@ -362,7 +362,7 @@ def test_kept_optimizer_equals_uninterrupted_training(tmp_path, keep):
     config = small("local", clients=2, models="mlp", keep_optimizer=keep)
     server = Server(config, tmp_path / "run")
     for number in (1, 2, 3):
-        (proxy, ins), *_ = server.ask(number)
+        (proxy, ins), *_ = server.instruct(number)
         if number == 3:  # as in another process
             fresh = config.method.client(config, proxy._proxy._node)
             fresh.fit(parameters_to_ndarrays(ins.parameters), {})
@@ -410,7 +410,7 @@ def test_unsuitable_optimizer_state_is_ignored(other):
 
 def test_fedtype_keeps_the_optimizer_of_the_private_model(tmp_path):
     server = Server(small("fedtype", keep_optimizer=True, models="mlp"), tmp_path / "run")
-    (proxy, ins), *_ = server.ask(1)
+    (proxy, ins), *_ = server.instruct(1)
     proxy.fit(ins, None, 1)
     client = client_of(proxy)
     names = {key.split("/")[1] for key in client.state.tensors if key.startswith("optimizer/")}
@@ -532,7 +532,7 @@ def test_pool_round_trips_through_a_file(tmp_path):
     assert config.run.training.first() == TrainingSettings(lr=0.1, local_epochs=1)
 
 
-def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp_path):
+def test_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp_path):
     config = small(
         "local", clients=2, models="mlp", rounds=1, lr=[0.5, 0.25], optimizer=["sgd", "adamw"],
         local_epochs=[2, 1], batch_size=[16, 8],
@@ -540,7 +540,7 @@ def test_a_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp
     server = Server(config, tmp_path / "by-hand")
     assert server.strategy.run.training.lr == (0.5, 0.25)
     for (proxy, ins), kind, rate in zip(
-        server.ask(1), (torch.optim.SGD, torch.optim.AdamW), (0.5, 0.25), strict=True
+        server.instruct(1), (torch.optim.SGD, torch.optim.AdamW), (0.5, 0.25), strict=True
     ):
         client = client_of(proxy)
         proxy.fit(ins, None, 1)
@@ -586,7 +586,7 @@ def training_samples(config, directory):
     return [member.info.samples for member in server.strategy.members.values()]
 
 
-def test_a_site_without_a_test_set_needs_a_split(tmp_path):
+def test_site_without_a_test_set_needs_a_split(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", x=rng.random((20, 4), np.float32), y=np.arange(20) % 2)
     with pytest.raises(DataError, match=r"data\.test-fraction"):

@@ -59,7 +59,7 @@ def filled() -> RoundRecord:
     return record
 
 
-def test_a_record_is_written_field_by_field():
+def test_record_is_written_field_by_field():
     assert json.loads(record_line(filled())) == RECORD
     assert json.loads(record_line(RoundRecord(round=1))) == BARE
 
@@ -177,7 +177,7 @@ def test_texts_of_a_runs_files_are_printable(tmp_path):
     assert shown == [r"\x1b[2Ja\nb"] * 6
 
 
-def test_a_summary_is_written_field_by_field(tmp_path):
+def test_summary_is_written_field_by_field(tmp_path):
     record = filled()
     summary = Summary(
         method="felo", dataset="digits", seed=1, rounds=3, clients=3, models={"a": "mlp"},
@@ -248,7 +248,7 @@ def rounds_of(means):
         (3, [], []),
     ],
 )
-def test_the_tail_is_the_mean_of_the_last_fifth(rounds, evaluated, expected):
+def test_tail_is_the_mean_of_the_last_fifth(rounds, evaluated, expected):
     accuracy = {number: 0.25 + number / 256 for number in evaluated}
     records = rounds_of({number: accuracy.get(number) for number in range(1, rounds + 1)})
     found = tail_of(records, "common", "private")
@@ -271,7 +271,7 @@ def test_tail_needs_one_protocol_and_kind_and_numbers():
     assert tail_of([], "common", "private").rounds == ()
 
 
-def test_a_summarys_scores_are_the_last_rounds_with_the_tail_beside():
+def test_summarys_scores_are_the_last_rounds_with_the_tail_beside():
     records = rounds_of({1: 0.25, 2: 0.375, 3: 0.5, 4: 0.75, 5: 0.5, 6: 0.25})
     found = final_scores(records)["accuracy"]["common"]["private"]
     assert (found.mean, found.std, found.worst) == (0.25, 0.125, 0.125)

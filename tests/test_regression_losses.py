@@ -123,7 +123,7 @@ def test_outputs_that_descend_the_quantile_loss_are_the_quantiles():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_student_learns_every_quantile_of_its_teacher(reduction):
+def test_student_learns_every_quantile_of_its_teacher(reduction):
     teacher, student = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     loss = LOSSES["quantile"].divergence(reduction)(teacher, student)
     expected = ((teacher - student) ** 2).mean(1)
@@ -148,11 +148,11 @@ def test_clients_descend_the_loss(loss, tmp_path):
     changes = {f"training.{name}": value for name, value in plain.items()} | SETTINGS[loss]
     changes |= {"clients": 2, "data.target": f"stay, {NAMES[2]}", "models.pool": ["mlp3"]}
     server = Server(on_table("local", write(tmp_path / "a.csv"), **changes), tmp_path / "run")
-    asked = server.ask(1)
-    for proxy, _ in asked:
+    instructions = server.instruct(1)
+    for proxy, _ in instructions:
         client_of(proxy).state.restore(server.log.run_name, before=1)
-    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in asked}
-    for proxy, _ in server.answers(asked):
+    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in instructions}
+    for proxy, _ in server.train(instructions):
         client, model = client_of(proxy), before[proxy.cid]
         for _ in range(2):
             outputs, y = model(client.x), client.y
@@ -220,7 +220,7 @@ def test_r2_of_a_constant_target_is_undefined():
         assert score.metrics["mae"] == pytest.approx(0.9134, rel=1e-5)
 
 
-def test_the_coverage_is_the_fraction_of_targets_inside():
+def test_coverage_is_the_fraction_of_targets_inside():
     rng = np.random.default_rng(0)
     truth, ends = rng.normal(size=(50, 2)), np.sort(rng.normal(size=(50, 2, 2)), axis=2)
     inside = [
@@ -238,7 +238,7 @@ def test_the_coverage_is_the_fraction_of_targets_inside():
     assert measure(["coverage"], Predictions(truth, truth)) == {}
 
 
-def test_a_model_without_finite_quantiles_has_a_huge_error_and_is_accepted():
+def test_model_without_finite_quantiles_has_a_huge_error_and_is_accepted():
     task = Regression((0.0,), (1.0,), "quantile", quantiles=(0.1, 0.5, 0.9))
     broken = torch.full((4, 3), np.nan)
     split = Split(broken, torch.zeros(4, 1))
@@ -315,7 +315,7 @@ def by_hand(root):
     return np.sort(quantiles, axis=2)
 
 
-def test_a_run_records_the_scores_of_the_middle_quantile_and_the_coverage(trained):
+def test_run_records_the_scores_of_the_middle_quantile_and_the_coverage(trained):
     truth, quantiles = np.column_stack([LENGTH, FEATURES[:, 0]])[300:], by_hand(trained)
     predicted = quantiles[..., 1]  # of the level 0.4
     inside = (quantiles[..., 0] <= truth) & (truth <= quantiles[..., 2])
@@ -338,7 +338,7 @@ def test_a_run_records_the_scores_of_the_middle_quantile_and_the_coverage(traine
     assert summary["metric"] == "rmse"
 
 
-def test_a_report_shows_the_scores_of_each_target_by_name(trained):
+def test_report_shows_the_scores_of_each_target_by_name(trained):
     page = (trained / "run" / "report.html").read_text()
     assert "Scores by target <small>last round, mean over the clients</small>" in page
     table = page[page.index("<h2>Scores by target") :]
@@ -378,7 +378,7 @@ def test_predictions_have_the_quantiles_in_the_unit_of_the_target(trained, tmp_p
 @pytest.mark.parametrize(
     "form", ["pt2", "safetensors", pytest.param("onnx", marks=pytest.mark.slow)]
 )
-def test_an_exported_model_describes_its_loss_and_its_quantiles(trained, tmp_path, form):
+def test_exported_model_describes_its_loss_and_its_quantiles(trained, tmp_path, form):
     if form == "onnx":
         pytest.importorskip("onnxscript")
     path, client = tmp_path / f"m.{form}", open_client(trained / "run", "client-0")
@@ -401,7 +401,7 @@ def test_an_exported_model_describes_its_loss_and_its_quantiles(trained, tmp_pat
     assert card["output"]["shape"] == ["N", 2, 3]
 
 
-def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
+def test_loss_is_shared_with_other_processes_and_stored(tmp_path):
     table = {"dataset": f"table:{write(tmp_path / 'a.csv')}", "loss": "quantile"}
     dataset = RunData(spec(**table)).dataset
     write_dataset(dataset, tmp_path / "0.safetensors")
@@ -453,7 +453,7 @@ def test_methods_learn_quantiles(method, tmp_path):
     assert {"rmse.0", "rmse.1"} <= metrics.keys()
 
 
-def test_a_private_run_learns_quantiles_within_its_budget(tmp_path):
+def test_private_run_learns_quantiles_within_its_budget(tmp_path):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.csv", slice(0, 300))
     write(tmp_path / "data" / "test.csv", slice(300, None))
@@ -463,9 +463,7 @@ def test_a_private_run_learns_quantiles_within_its_budget(tmp_path):
     assert all(0 < spent["epsilon"] <= 8.0 for spent in summary["privacy"].values())
 
 
-def test_a_private_site_learns_the_loss_of_the_run_and_not_of_its_declaration(
-    tmp_path, monkeypatch
-):
+def test_private_site_learns_the_loss_of_the_run_and_not_of_its_declaration(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
     site = tmp_path / "site"
     site.mkdir()
@@ -497,10 +495,10 @@ def test_server_accepts_only_scores_of_its_targets():
     assert measured_names(("rmse", "coverage"), 1) == ["rmse", "coverage"]
 
 
-def test_the_codec_expects_one_score_per_target_and_not_per_quantile(tmp_path):
+def test_codec_expects_one_score_per_target_and_not_per_quantile(tmp_path):
     changes = {"data.loss": "quantile", "rounds": 1}
     server = Server(on_table("local", write(tmp_path / "a.csv"), **changes), tmp_path / "run")
-    proxy, result = server.answers(server.ask(1))[0]
+    proxy, result = server.train(server.instruct(1))[0]
     client, codec = client_of(proxy).info, server.flower._codec
     assert client.classes == 3
     assert "coverage.personal.private" in result.metrics
@@ -557,7 +555,7 @@ def test_settings_must_suit_the_loss(changes, fault):
     assert "\n" not in str(error.value)
 
 
-def test_the_default_metrics_follow_from_the_loss():
+def test_default_metrics_follow_from_the_loss():
     table = {"method": "local", "data.dataset": "table:a.csv", "data.task": "regression"}
     quantile = resolve({**table, "data.loss": "quantile"})
     assert quantile.run.metrics == ("rmse", "mae", "r2", "coverage")
@@ -652,7 +650,7 @@ def test_only_clients_fit_regressors(tmp_path):
             export(client, "pt2", tmp_path / "m.pt2")
 
 
-def test_a_custom_regressor_learns_each_target(tmp_path, monkeypatch):
+def test_custom_regressor_learns_each_target(tmp_path, monkeypatch):
     body = """
         import numpy as np
 
@@ -695,7 +693,7 @@ def test_a_custom_regressor_learns_each_target(tmp_path, monkeypatch):
         check(config)
 
 
-def test_a_servers_test_set_in_another_scale_is_not_used(tmp_path, caplog):
+def test_servers_test_set_in_another_scale_is_not_used(tmp_path, caplog):
     stores = []
     for number in (0, 1):
         folder = tmp_path / str(number)

@@ -142,7 +142,7 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path):
     left.write_bytes(b"half a reply")
     server.flower.initialize_parameters(server.manager)
     assert not left.exists()
-    results = server.answers(server.ask(1))
+    results = server.train(server.instruct(1))
     assert {path.name for path in left.parent.iterdir()} == {"client-0", "client-1"}
     server.strategy.aggregate = lambda round, replies: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -181,7 +181,7 @@ def memory_of_a_round(method, clients, directory):
     few = {"max_samples": 1000, "min_samples": 1, "max_test_samples": 20}
     config = small(method, clients=clients, models="test_reply_spool:wide", **few, **own)
     server = Server(config, directory)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     given = instructions[0][0]._proxy.fit(instructions[0][1], None, 0)
     envelope, knowledge = decode(parameters_to_ndarrays(given.parameters), "x")
 

@@ -41,7 +41,7 @@ FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method", "
 # Reading a run
 
 
-def test_a_run_is_read_as_written(tmp_path: Path) -> None:
+def test_run_is_read_as_written(tmp_path: Path) -> None:
     path = make(tmp_path / "run", table={"alpha": 1.0, "share-weights": True})
     run = load_run(path)
     records = lines_of(path)
@@ -58,7 +58,7 @@ def test_a_run_is_read_as_written(tmp_path: Path) -> None:
     assert run.samples == {name: sum(row) for name, row in counts.items()}
 
 
-def test_an_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
+def test_unfinished_run_is_read_from_its_records(tmp_path: Path) -> None:
     path = make(tmp_path / "run", finished=False, settings={"rounds": 9})
     run, records = load_run(path), lines_of(path)
     assert not run.finished
@@ -84,7 +84,7 @@ def test_a_cut_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     assert any("truncated" in note for note in run.notes)
 
 
-def test_a_repeated_round_counts_once_as_written_last(tmp_path: Path) -> None:
+def test_repeated_round_counts_once_as_written_last(tmp_path: Path) -> None:
     path = make(tmp_path / "run", finished=False)
     again = lines_of(path)[2] | {"bytes_up": 7}
     with (path / "metrics.jsonl").open("a") as file:
@@ -204,7 +204,7 @@ def test_no_name_steers_the_terminal(tmp_path: Path) -> None:
     assert "[bold]b[/bold]" in text
 
 
-def test_a_run_is_written_and_returned(tmp_path: Path) -> None:
+def test_run_is_written_and_returned(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
     run = write_all(path)
     assert run.path == path
@@ -400,7 +400,7 @@ def test_models_below_the_most_frequent_class_are_named(tmp_path: Path) -> None:
     assert "majority: always predicting the most frequent class of the test set" in table
 
 
-def test_a_table_is_legible_in_a_narrow_terminal(tmp_path: Path) -> None:
+def test_table_is_legible_in_a_narrow_terminal(tmp_path: Path) -> None:
     kinds, protocols = ("private", "proxy", "global"), ("personal", "common")
     path = make(tmp_path / "run", kinds=kinds, protocols=protocols)
     file = io.StringIO()
@@ -548,7 +548,7 @@ def test_no_name_and_no_number_is_lost_whatever_the_width(width):
 
 @pytest.mark.parametrize("width", [40, 80, 140, 1000])
 @pytest.mark.parametrize("classes", [1, 62, 300])
-def test_a_partition_of_many_classes_shows_all_of_them(width, classes):
+def test_partition_of_many_classes_shows_all_of_them(width, classes):
     headers = ["client", "samples", *(f"class-{n}" for n in range(classes))]
     rows = [[f"client-{k}", f"62{k}", *(f"{k + 1}{n:04d}" for n in range(classes))] for k in (0, 1)]
     file = io.StringIO()
@@ -590,7 +590,7 @@ def test_a_report_says_why_there_is_no_confusion_matrix(tmp_path: Path) -> None:
     assert "stay at the sites" in told(deployed)
 
 
-def test_a_report_counts_predictions_and_clients_without_a_matrix(tmp_path: Path) -> None:
+def test_report_counts_predictions_and_clients_without_a_matrix(tmp_path: Path) -> None:
     path = make(tmp_path / "run", confusion=3)
 
     def change(content: dict) -> None:
@@ -615,7 +615,7 @@ def test_a_report_counts_predictions_and_clients_without_a_matrix(tmp_path: Path
 # Metrics that are undefined for some clients
 
 
-def test_a_metric_that_is_undefined_for_clients_has_one_line(tmp_path: Path) -> None:
+def test_metric_that_is_undefined_for_clients_has_one_line(tmp_path: Path) -> None:
     path = make(tmp_path / "run", settings={"metrics": ["accuracy", "auc", "recall"]})
     rows = lines_of(path)
     for row in rows:
@@ -641,7 +641,7 @@ def test_a_metric_that_is_undefined_for_clients_has_one_line(tmp_path: Path) -> 
     assert found.endswith("client-0, client-1, client-2, …")
 
 
-def test_a_report_names_the_commit_and_the_hardware(tmp_path: Path) -> None:
+def test_report_names_the_commit_and_the_hardware(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
     rewrite(
         path / "summary.json",

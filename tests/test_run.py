@@ -101,8 +101,8 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
     told = []
     for order in (1, -1):
         server = Server(small(), tmp_path / f"order{order}" / "run")
-        server.flower.aggregate_fit(1, server.answers(server.ask(1))[::order], [])
-        told.append([(p.name, i.parameters.tensors[1:]) for p, i in server.ask(2)])
+        server.flower.aggregate_fit(1, server.train(server.instruct(1))[::order], [])
+        told.append([(p.name, i.parameters.tensors[1:]) for p, i in server.instruct(2)])
     assert told[0] == told[1]
 
 
@@ -188,7 +188,7 @@ def test_invalid_reply_is_dropped_with_name_and_field(tmp_path, changes, signed,
     server = Server(small(), tmp_path / "run")
     replies = [
         (proxy, altered(result, edit, **signed) if proxy.name == "client-2" else result)
-        for proxy, result in server.answers(server.ask(1))
+        for proxy, result in server.train(server.instruct(1))
     ]
     server.flower.aggregate_fit(1, replies, [])
     server.close(1)
@@ -196,7 +196,7 @@ def test_invalid_reply_is_dropped_with_name_and_field(tmp_path, changes, signed,
     assert record["failed"].keys() == {"client-2"}
     assert record["failed"]["client-2"].startswith(fault)
     assert record["answered"] == ["client-0", "client-1", "client-3"]
-    assert len(server.ask(2)) == 4
+    assert len(server.instruct(2)) == 4
 
 
 def _garbage(result):
@@ -223,7 +223,7 @@ class Damaging(InlineProxy):
 def test_undecodable_reply_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
-    replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
+    replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.instruct(1)]
     server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
     assert failed["client-0"].startswith("array 1: not a valid .npy array")
@@ -286,7 +286,7 @@ def test_missing_device_raises(tmp_path):
 
 def test_unshared_weights_are_not_sent(tmp_path):
     server = Server(small(**{"felo.share-weights": False}), tmp_path / "run")
-    _, result = server.answers(server.ask(1))[0]
+    _, result = server.train(server.instruct(1))[0]
     assert set(reply_of(result).tensors) == {"classes", "features", "logits", "counts"}
 
 
@@ -295,7 +295,7 @@ def test_felo_never_mixes_architectures(tmp_path):
     _, replies = server.play(1)
     sent = {proxy.name: reply_of(result).group("weights") for proxy, result in replies}
     samples = {name: m.info.samples for name, m in server.strategy.members.items()}
-    for proxy, ins in server.ask(2):
+    for proxy, ins in server.instruct(2):
         number = int(proxy.name[-1])
         group = [f"client-{k}" for k in (number % 2, number % 2 + 2)]
         for name, tensor in instruction_of((proxy, ins)).group("weights").items():

@@ -215,7 +215,7 @@ def test_result_is_kept_with_the_private_model(tmp_path):
         server.play(number)
         server.close(number)
     found = []
-    for index, (proxy, _) in enumerate(server.ask(3)):
+    for index, (proxy, _) in enumerate(server.instruct(3)):
         client = config.method.client(config, proxy._proxy._node)
         client.state.restore(server.log.run_name, before=3)
         found.append({k: v for k, v in client.state.metadata.items() if k.startswith("search.")})

@@ -78,7 +78,7 @@ def check_same_instructions(config, directory):
         _, replies = server.play(1)
         assert all("masked/0" in reply_of(sent).tensors for _, sent in replies) is secure
         server.close(1)
-        told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.ask(2)})
+        told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.instruct(2)})
     plain, summed = told
     assert plain.keys() == summed.keys()
     compared = 0
@@ -106,7 +106,7 @@ def test_all_sites_have_the_same_weight_in_class_means_by_default(tmp_path, meth
         changes = {f"{method}.weighting": own, "alpha": 0.5, "data.min-samples": 20}
         server = Server(config_of(method, **changes, **(SECURE if secure else {})), directory)
         server.play(1)
-        told.append([instruction_of(each).tensors for each in server.ask(2)])
+        told.append([instruction_of(each).tensors for each in server.instruct(2)])
     for one, other in zip(*told, strict=True):
         rows = np.isin(one["classes"], other["classes"])
         assert 0 < rows.sum() <= len(rows), "classes of fewer than three clients are missing"
@@ -152,7 +152,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
     server.play(1)
     server.close(1)
     before = server.strategy.state_dict()
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     replies = []
     for number, (proxy, ins) in enumerate(instructions):
         if number and form == "instructions":
@@ -161,7 +161,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
             inner, other = proxy._proxy, resolve({**config.flat(), "training.lr": 1e-12})
             inner._config = other
             inner._node = replace(inner._node, training=other.run.training)
-        replies += server.answers([(proxy, ins)])
+        replies += server.train([(proxy, ins)])
     assert all("masked/0" in reply_of(result).tensors for _, result in replies)
     server.flower.aggregate_fit(2, replies, [])
     lanes = config.method.spec.sums.for_run(config.method_settings)
@@ -186,7 +186,7 @@ def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_rou
     for spoiled in (False, True):
         (folder := tmp_path / f"{spoiled}").mkdir()
         server = Server(config, folder)
-        instructions = server.ask(1)[:1]
+        instructions = server.instruct(1)[:1]
         proxy, ins = instructions[0]
         if spoiled:
 
@@ -195,9 +195,9 @@ def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_rou
                     if np.issubdtype(value.dtype, np.floating):
                         value += np.float32(0.1)
 
-            server.answers([(proxy, changed(ins, shift))])
+            server.train([(proxy, changed(ins, shift))])
         later = changed(ins, lambda tensors: None, round=2)
-        ((_, result),) = server.answers([(proxy, later)])
+        ((_, result),) = server.train([(proxy, later)])
         sent.append(reply_of(result).tensors)
     fresh, spoiled = sent
     same = all(np.array_equal(fresh[name], spoiled[name]) for name in fresh)
@@ -318,8 +318,8 @@ def test_client_sends_nothing_about_its_own_samples(tmp_path):
 
 def test_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
     server = Server(config_of("fedavg", **SECURE), tmp_path)
-    instructions = server.ask(1)
-    first, second = server.answers(instructions), server.answers(instructions)
+    instructions = server.instruct(1)
+    first, second = server.train(instructions), server.train(instructions)
     for (_, one), (_, other) in zip(first, second, strict=True):
         assert one.parameters.tensors == other.parameters.tensors
 
@@ -328,7 +328,7 @@ def test_reply_passes_the_steps_of_an_instruction_in_the_opposite_order(tmp_path
     """The guarantees rest on this order, e.g. a reply is stored only after the state is saved."""
     noise = {"privacy.noise-multiplier": 1.0, "models.pool": ["mlp"]}
     server, order = Server(config_of("fedavg", **SECURE, **noise), tmp_path), []
-    proxy, ins = server.ask(1)[0]
+    proxy, ins = server.instruct(1)[0]
     client = client_of(proxy)
 
     def recorded(owner, name):
@@ -499,13 +499,17 @@ def test_round_waits_until_enough_clients_for_a_sum_are_connected(tmp_path):
     lost = server.manager.all()["client-1"]
     server.manager.unregister(lost)
     threading.Timer(1.0, server.manager.register, [lost]).start()
-    assert sorted(proxy.name for proxy, _ in server.ask(2)) == ["client-0", "client-1", "client-2"]
+    assert sorted(proxy.name for proxy, _ in server.instruct(2)) == [
+        "client-0",
+        "client-1",
+        "client-2",
+    ]
 
 
 def test_round_without_enough_clients_is_canceled_after_the_timeout(tmp_path):
     server = Server(config_of("fedavg", clients=3, join_timeout=1.0, **SECURE), tmp_path)
     server.manager.unregister(server.manager.all()["client-1"])
-    assert server.ask(1) == []
+    assert server.instruct(1) == []
 
 
 def test_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_path):
@@ -517,7 +521,7 @@ def test_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_pat
         server.flower.state.health.exclusion_reason = lambda round, name, reason=reason: (
             "backing off" if name == "client-1" else ""
         )
-        assert len(server.ask(1)) == called
+        assert len(server.instruct(1)) == called
 
 
 def test_level_with_too_few_clients_raises_before_the_first_round(tmp_path):

@@ -75,7 +75,7 @@ def test_bytes_give_the_same_training_and_evaluation_as_numbers(channels_last):
     assert max(high for _, _, high in seen) == 1.0
 
 
-def test_a_classifier_without_gradients_sees_scaled_rows():
+def test_classifier_without_gradients_sees_scaled_rows():
     seen = []
 
     class Noting:
@@ -198,7 +198,7 @@ def test_clients_samples_are_parts_of_the_file_not_copies(tmp_path):
     ]
 
 
-def test_a_client_that_changes_its_samples_changes_no_others(tmp_path):
+def test_client_that_changes_its_samples_changes_no_others(tmp_path):
     data = shared(tmp_path, clients=2)
     written = (tmp_path / "samples.npy").read_bytes()
     data.client(0).train.x.zero_()
@@ -214,7 +214,7 @@ def test_broken_file_of_samples_raises(tmp_path, damage):
         data.client(0)
 
 
-def test_a_store_reads_what_is_written_after_it_was_made(tmp_path):
+def test_store_reads_what_is_written_after_it_was_made(tmp_path):
     spec = DataSpec(dataset="digits", clients=2)
     data = RunData(spec, tmp_path)
     with pytest.raises(StateError, match=r"0\.safetensors"):
@@ -249,7 +249,7 @@ def test_rows_of_clients_equal_the_drawn_rows(tmp_path, monkeypatch, kind):
         RunData(data.spec, tmp_path).partition()
 
 
-def test_a_run_on_ray_leaves_no_copy_of_the_data(tmp_path):
+def test_run_on_ray_leaves_no_copy_of_the_data(tmp_path):
     """Its results equal a run in one process, which writes no copy."""
     import fedhet
 

@@ -95,7 +95,7 @@ def test_with_many_test_samples_the_t_test_is_the_limit():
 
 
 @pytest.mark.parametrize(("images", "clear"), [(0, False), (1, False), (4, False), (5, True)])
-def test_an_equal_difference_in_every_seed_is_clear_from_five_test_images(images, clear):
+def test_equal_difference_in_every_seed_is_clear_from_five_test_images(images, clear):
     """The spread over the seeds is zero: one image of 359 was a claim that holds."""
     found = of([images / 359] * 3, 359)
     assert found.seed_error == 0
@@ -144,7 +144,7 @@ def test_three_seeds_need_more_than_four_standard_errors():
     ("at_least", "outcome"),
     [(0.0, "holds"), (0.08, "holds"), (0.1, "within noise"), (0.12, "does not hold")],
 )
-def test_a_difference_is_compared_with_the_stated_difference(at_least, outcome):
+def test_difference_is_compared_with_the_stated_difference(at_least, outcome):
     assert of([0.1, 0.101, 0.099], 100_000).outcome(at_least) == outcome
 
 
@@ -200,7 +200,7 @@ def rejected_by_steps(values, level):
 
 
 @given(st.lists(st.floats(0, 1), max_size=8), st.floats(0.001, 0.5), st.integers(0, 3))
-def test_a_corrected_p_is_below_a_level_if_holm_rejects_at_it(values, level, unknown):
+def test_corrected_p_is_below_a_level_if_holm_rejects_at_it(values, level, unknown):
     values = values + [math.nan] * unknown
     corrected = holm(values)
     at = rejected_by_steps(values, level * (1 + 1e-9))

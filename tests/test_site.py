@@ -62,7 +62,7 @@ def test_settings_beyond_the_limits_of_a_site_raise_one_line(run, limit):
         client_fn(asked(**run))
 
 
-def test_a_message_reads_and_checks_the_settings_once(tmp_path, monkeypatch):
+def test_message_reads_and_checks_the_settings_once(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
     counts = Counter()
 
@@ -148,7 +148,7 @@ def test_client_continues_unchanged_after_a_stopped_round(tmp_path):
     """After half of the steps, neither the state in memory nor random draws may remain."""
     config = small("local", clients=2)
     server = Server(config, tmp_path)
-    proxy, ins = server.ask(1)[0]
+    proxy, ins = server.instruct(1)[0]
     client = client_of(proxy)
     arrays, site = parameters_to_ndarrays(ins.parameters), SiteClient(client, NodeSettings())
     whole, _, _ = site.fit(arrays, dict(ins.config))
@@ -193,8 +193,8 @@ def test_means_of_few_samples_are_not_sent(tmp_path, method, by_site):
 def test_client_with_only_small_classes_sends_none(tmp_path):
     server = Server(small("felo", clients=2, min_samples_per_class=10_000), tmp_path)
     server.play(1)
-    _, answers = server.play(2)
-    assert [len(reply_of(result).tensors["classes"]) for _, result in answers] == [0, 0]
+    _, replies = server.play(2)
+    assert [len(reply_of(result).tensors["classes"]) for _, result in replies] == [0, 0]
 
 
 @pytest.mark.parametrize(

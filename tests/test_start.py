@@ -192,7 +192,7 @@ except SystemExit:
     ],
     ids=["run", "sweep"],
 )
-def test_the_first_line_comes_before_the_heavy_imports(words, line):
+def test_first_line_comes_before_the_heavy_imports(words, line):
     done = subprocess.run(
         [sys.executable, "-c", FIRST, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -230,7 +230,7 @@ def test_program_ends_with_its_status_and_exit_handlers(word, status):
     assert {"thread", "atexit"} <= set(done.stdout.split())
 
 
-def test_the_list_of_tables_is_counted_from_the_tables():
+def test_list_of_tables_is_counted_from_the_tables():
     from tools.results import tables_listed
 
     stored = json.loads((ROOT / "fedhet/experiments/list.json").read_text(encoding="utf-8"))
@@ -248,7 +248,7 @@ def backend_of(directory=Path("none"), **settings):
     return choose_backend(config, RunData.for_run(config.run), directory)
 
 
-def test_a_small_run_trains_in_this_process(two_cpus):
+def test_small_run_trains_in_this_process(two_cpus):
     backend, reason = backend_of(rounds=1)
     assert backend == "inline"
     assert re.fullmatch(r"training in this process: about \d+ s of work", reason)
@@ -284,9 +284,9 @@ def test_settings_that_need_ray_select_it(settings, reason):
 
 
 def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_path):
-    asked = []
+    instructions = []
     monkeypatch.setattr(
-        simulation, "_seconds_per_sample", lambda name, *_: asked.append(name) or 1e-4
+        simulation, "_seconds_per_sample", lambda name, *_: instructions.append(name) or 1e-4
     )
     settings = {"rounds": 10, "training.local-epochs": 2, "models.pool": ["mlp", "cnn2"]}
     config = resolve({"method": "felo", "clients": 4, **settings}).replacing(resume=True)
@@ -298,7 +298,7 @@ def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_
         work = simulation._seconds_of_work(config, data, directory, 1e9)
         samples = rounds * (2 * train + (own + 4 * len(data.common_test)) / 3)
         assert work == pytest.approx(1e-4 * samples)
-    assert set(asked) == {"mlp", "cnn2"}
+    assert set(instructions) == {"mlp", "cnn2"}
 
 
 def test_program_waits_for_closing_during_the_report(monkeypatch, tmp_path):
@@ -324,7 +324,7 @@ def test_program_waits_for_closing_during_the_report(monkeypatch, tmp_path):
         simulation.simulate(small(rounds=1), tmp_path / "b")
 
 
-def test_a_declaration_imports_neither_pytorch_nor_flower():
+def test_declaration_imports_neither_pytorch_nor_flower():
     """Commands can therefore read the declarations themselves."""
     modules = [f"fedhet.methods.{name.replace('-', '_')}" for name in sorted(shipped_names())]
     lines = [f"import {module}" for module in modules]
@@ -341,7 +341,7 @@ def test_a_declaration_imports_neither_pytorch_nor_flower():
     assert not imported & HEAVY
 
 
-def test_a_new_setting_is_known_to_the_commands_at_once(tmp_path):
+def test_new_setting_is_known_to_the_commands_at_once(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "fedhet", tmp_path / "fedhet", ignore=ignored)
     declaration = tmp_path / "fedhet" / "methods" / "felo.py"
@@ -387,7 +387,7 @@ simulate(resolve({values}), Path("{tmp_path}") / "run")
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_the_first_check_sorts_the_values():
+def test_first_check_sorts_the_values():
     values = {"method": "felo", "rounds": 3, "felo.alpha": 0.5, "training.lr": 0.1}
     found = validate(values)
     assert (found.method.name, found.run.rounds, found.run.training.lr) == ("felo", 3, 0.1)

@@ -152,7 +152,7 @@ FINE = torch.arange(50_000) % 100
 
 @pytest.mark.parametrize("preset", ["cofed-cifar100-iid", "cofed-cifar100-non-iid"])
 @pytest.mark.parametrize("seed", [0, 4, 27, 30, 40])
-def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
+def test_hundred_clients_find_cifar100_large_enough(preset, seed):
     """With these seeds, up to 50 clients have one superclass of 2,500 samples."""
     spec = DataSpec.for_run(resolve(read_preset(preset)).run).replace(seed=seed)
     names = tuple(map(str, range(20)))
@@ -253,7 +253,7 @@ def test_invalid_range_raises(name, value):
 
 
 @pytest.mark.parametrize("value", ["6-", [3, 2], 0, [0, 3], [1, 2, 3], True, [], [1.5, 2], None])
-def test_a_range_has_two_ends(value):
+def test_range_has_two_ends(value):
     with pytest.raises(SettingsError) as caught:
         resolve({"data.label-space": value})
     shown = [6, ""] if value == "6-" else value

@@ -17,19 +17,19 @@ from fedhet.cli.training import jobs_that_fit
 from fedhet.report.sweep import _panel, is_log_spaced
 
 
-def test_a_range_has_both_ends_and_exact_decimals():
+def test_range_has_both_ends_and_exact_decimals():
     name, values = read_sweep("cofed.threshold=0:0.9:0.1", "cofed")
     assert name == "cofed.threshold"
     assert values == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     assert read_sweep("rounds=2:7:2", "felo")[1] == [2, 4, 6]
 
 
-def test_a_list_is_of_the_settings_type():
+def test_list_is_of_the_settings_type():
     assert read_sweep("data.partition=iid,shards", "felo")[1] == ["iid", "shards"]
     assert read_sweep("felo.share-weights=true,false", "felo")[1] == [True, False]
 
 
-def test_a_setting_may_be_named_by_its_last_part():
+def test_setting_may_be_named_by_its_last_part():
     assert read_sweep("partition=iid,shards", "felo") == ("data.partition", ["iid", "shards"])
     assert read_sweep("threshold=0:0.2:0.1", "cofed") == ("cofed.threshold", [0.0, 0.1, 0.2])
     assert read_sweep(" lr =0.1,1", "local") == ("training.lr", [0.1, 1])
@@ -78,7 +78,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_a_sweep_ends_with_a_table_and_a_figure(tmp_path):
+def test_sweep_ends_with_a_table_and_a_figure(tmp_path):
     out = tmp_path / "sweep"
     command = ["sweep", "cofed", "cofed.threshold=0,0.5,1", "--seeds", "0,1", "--out", str(out)]
     result = CliRunner().invoke(app, [*command, *SMALL, "--figures", "pseudolabels,conflicts"])
@@ -162,7 +162,7 @@ def test_points_with_equal_directories_raise(call):
     assert (status, fault) == (2, "fedhet: sweep: two values map to the same directory name\n")
 
 
-def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):
+def test_grid_has_a_curve_for_each_value_of_the_others(tmp_path):
     tops = {(lr, kind): 0.3 + 20 * lr + 0.1 * (kind == "b") for lr in (0.01, 0.02) for kind in "ab"}
     runs = {
         point: [make(tmp_path / f"{number}", top=top, seed=0)]
@@ -272,7 +272,7 @@ def test_values_spaced_by_factors_have_a_logarithmic_axis(tmp_path, values, is_l
     assert ax.get_xscale() == ("log" if is_log else "linear")
 
 
-def test_the_best_point_is_compared_with_the_others_by_seed(tmp_path):
+def test_best_point_is_compared_with_the_others_by_seed(tmp_path):
     """Of 359 images, 0.8 and 0.801 differ by less than one, and 0.3 by far more."""
     runs = {
         (lr,): [make(tmp_path / "out" / f"{lr}" / f"seed-{s}", top=top, seed=s) for s in range(3)]

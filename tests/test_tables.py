@@ -117,7 +117,7 @@ def test_all_formats_are_read_alike(tmp_path, ending):
     assert one.train.y.equal(two.train.y)
 
 
-def test_a_common_test_set_takes_the_schema_of_training(tmp_path):
+def test_common_test_set_takes_the_schema_of_training(tmp_path):
     write(tmp_path / "train.csv")
     known = ["50", "f", "2024-01-01", "a", "yes"]
     write(tmp_path / "test.csv", [["50", "x", "2024-01-01", "c", "yes"], *[known] * 9])
@@ -128,7 +128,7 @@ def test_a_common_test_set_takes_the_schema_of_training(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["0.1", "36.6", "1.7"])
-def test_a_column_of_equal_numbers_leaves_others_of_their_size(value, tmp_path):
+def test_column_of_equal_numbers_leaves_others_of_their_size(value, tmp_path):
     """Due to rounding, the mean of 60 values 0.1 is not 0.1, and the deviation is 1e-17."""
     rows = [[value, *row[1:]] for row in many(60)]
     write(tmp_path / "train.csv", rows)
@@ -158,7 +158,7 @@ def test_times_in_different_zones_are_compared_as_moments(tmp_path):
         (["true", "false"], "category"),
     ],
 )
-def test_a_column_has_the_type_of_all_its_values(tmp_path, values, kind):
+def test_column_has_the_type_of_all_its_values(tmp_path, values, kind):
     column, _ = column_of(tmp_path, values * 2)
     assert column.type == kind
     assert column.optional == any(value in ("", "NA") for value in values)
@@ -206,7 +206,7 @@ def test_column_of_an_unclear_type_raises_with_a_schema_line(tmp_path, call, cas
         load(spec(path))
 
 
-def test_a_series_of_consecutive_days_is_a_date(tmp_path):
+def test_series_of_consecutive_days_is_a_date(tmp_path):
     days = [str(datetime.date(2024, 1, 1) + datetime.timedelta(k)) for k in range(40)]
     column, x = column_of(tmp_path, days)
     assert column.type == "date"
@@ -243,7 +243,7 @@ def test_identifying_column_is_named_and_kept(values, is_named, tmp_path, caplog
 
 @pytest.mark.parametrize("name", ["", "__index_level_0__", "case"])
 @pytest.mark.parametrize("start", [0, 1, 500])
-def test_a_column_that_counts_the_rows_is_no_feature(tmp_path, name, start):
+def test_column_that_counts_the_rows_is_no_feature(tmp_path, name, start):
     rows = [[str(start + k), str(k * 7 % 11), "ny"[k % 2]] for k in range(40)]
     for k in range(2):
         write(tmp_path / f"{k}.csv", rows, [name, "a", "died"])
@@ -318,7 +318,7 @@ def test_dates_are_read_in_the_declared_format(tmp_path, form, texts):
         ('type = "date"\nformat = "%d.%m.%Y"', "2024-01-01"),
     ],
 )
-def test_a_value_without_the_declared_form_is_an_error(tmp_path, lines, value):
+def test_value_without_the_declared_form_is_an_error(tmp_path, lines, value):
     good = {"date": "2024-01-01", "kg": "1 kg"}
     text = next((each for key, each in good.items() if key in lines), "1")
     text = "01.01.2024" if "%d.%m" in lines else text
@@ -354,7 +354,7 @@ def test_numbers_with_a_type_are_not_read_in_the_notation_of_the_schema(tmp_path
     np.testing.assert_allclose(encoded, (np.array(x) - mean) / deviation, atol=1e-5)
 
 
-def test_the_command_writes_a_schema_and_completes_it(tmp_path, call):
+def test_command_writes_a_schema_and_completes_it(tmp_path, call):
     rows = [[*row[:2], f"{k % 7},5", *row[2:]] for k, row in enumerate(many(40))]
     path = write(tmp_path / "all.csv", rows, ["age", "sex", "level", "admitted", "ward", "died"])
     status, said, _ = call("schema", path, "--target", "died", "--exclude", "ward")
@@ -380,13 +380,13 @@ def test_the_command_writes_a_schema_and_completes_it(tmp_path, call):
         load(spec(path, target="sex"))
 
 
-def test_a_schema_file_is_restored(tmp_path):
+def test_schema_file_is_restored(tmp_path):
     schema = inferred(write(tmp_path / "all.csv", many(80)))
     (tmp_path / "s.toml").write_text(schema.to_toml())
     assert read_schema(tmp_path / "s.toml") == schema
 
 
-def test_the_notation_of_a_site_does_not_change_the_task(tmp_path):
+def test_notation_of_a_site_does_not_change_the_task(tmp_path):
     schema = inferred(write(tmp_path / "all.csv", many(80)))
     first = schema.columns[0]
     for changes, is_same in (
@@ -517,7 +517,7 @@ def test_error_names_the_file_of_the_client(tmp_path, site, column, value):
 
 
 @pytest.mark.parametrize(("train", "test"), [("Train.csv", "Test.csv"), ("TRAIN.CSV", "test.csv")])
-def test_the_names_of_parts_have_any_case(tmp_path, train, test):
+def test_names_of_parts_have_any_case(tmp_path, train, test):
     write(tmp_path / train, many(20))
     write(tmp_path / test, many(8, 1))
     data = load(spec(tmp_path))
@@ -525,7 +525,7 @@ def test_the_names_of_parts_have_any_case(tmp_path, train, test):
 
 
 @pytest.mark.parametrize("names", [("test", "training"), ("a", "Testing"), ("a", "val")])
-def test_a_part_is_no_client(tmp_path, names):
+def test_part_is_no_client(tmp_path, names):
     for name in names:
         write(tmp_path / f"{name}.csv", many(20))
     odd = names[0] if names[0] == "test" else names[1]
@@ -610,7 +610,7 @@ def test_many_columns_take_time_in_proportion(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t.csv.gz", "T.CSV.GZ"])
-def test_a_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
+def test_packed_table_is_read_whatever_the_case_of_its_name(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"age,died\n63,yes\n41,no\n"))
     assert read_table(tmp_path / name, spec()).column("age").rows() == ["63", "41"]
 
@@ -650,7 +650,7 @@ def test_class_in_two_spellings_is_merged_or_raises(tmp_path, one, other, classe
     "values", [[f"{k / 7:.3f}" for k in range(60)], [str(18 + k) for k in range(60)]]
 )
 @pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
-def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
+def test_target_of_many_numbers_raises(tmp_path, values, ending):
     path = tmp_path / f"t.{ending}"
     frame = pd.DataFrame({"x": [k * 3 % 7 for k in range(60)], "died": list(map(float, values))})
     if ending == "csv":
@@ -694,7 +694,7 @@ def test_site_without_a_schema_column_raises(tmp_path):
         site_data(f"table:{folder}", spec=DataSpec(), classes=2, name="a")
 
 
-def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
+def test_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
     """Sites send a digest, so the server notices a different schema."""
     from types import SimpleNamespace
 
@@ -859,7 +859,7 @@ def test_unsupported_parquet_values_raise(tmp_path, values, kind):
 
 
 @pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "dictionary"])
-def test_a_small_parquet_file_of_a_huge_table_takes_little_memory(tmp_path, encoding):
+def test_small_parquet_file_of_a_huge_table_takes_little_memory(tmp_path, encoding):
     """2,000 times 3 MB: the file has less than a kilobyte, and the table would have 6 GB."""
     text = pa.array(["x" * 3_000_000]).dictionary_encode().dictionary
     values = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2000, np.int32)), text)

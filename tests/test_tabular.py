@@ -107,15 +107,15 @@ def test_openml_copy_is_downloaded_if_allowed(tmp_path, monkeypatch):
 
     rows = [row.split(", ") for row in adult_rows(90, 3)]
     frame = pandas.DataFrame(rows).replace("?", None)
-    asked = {}
+    sampled = {}
 
     def fetch(**arguments):
-        asked.update(arguments)
+        sampled.update(arguments)
         return sklearn.utils.Bunch(frame=frame)
 
     monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
     dataset = load(DataSpec(dataset=f"adult:{tmp_path}", download=True))
-    assert asked["data_home"] == str(tmp_path)
+    assert sampled["data_home"] == str(tmp_path)
     assert (len(dataset.train), len(dataset.test)) == (60, 30)
     assert dataset.format.classes == ("<=50K", ">50K")
     assert dataset.columns[6] == 3  # None is the category '?'
@@ -203,7 +203,7 @@ def test_unused_rows_without_a_limit_raise(tmp_path, most):
         RunData(spec).public_set(*ROWS, None)
 
 
-def test_a_run_may_learn_from_unused_rows(tmp_path):
+def test_run_may_learn_from_unused_rows(tmp_path):
     """Duplicates of a client's rows are no leak, because Adult has some."""
     write_adult(tmp_path)
     rows = adult_rows(60, 0)

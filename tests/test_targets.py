@@ -87,7 +87,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def test_a_label_table_has_the_targets_of_images(tmp_path):
+def test_label_table_has_the_targets_of_images(tmp_path):
     y = plant_images(tmp_path / "d" / "train")
     test = plant_images(tmp_path / "d" / "test", 9, 1)
     data = RunData(spec(f"imagefolder:{tmp_path / 'd'}", target="size"))
@@ -99,7 +99,7 @@ def test_a_label_table_has_the_targets_of_images(tmp_path):
     assert scales == [data.dataset.format.task] * 3
 
 
-def test_a_schema_next_to_a_label_table_has_the_notation(tmp_path):
+def test_schema_next_to_a_label_table_has_the_notation(tmp_path):
     y = plant_images(tmp_path / "d")
     path = tmp_path / "d" / "labels.csv"
     path.write_text(re.sub(r"png,(.*)", r"png,\1 mm", path.read_text()))
@@ -123,7 +123,7 @@ def test_rows_may_be_in_any_order_and_files_in_directories(tmp_path):
     np.testing.assert_array_equal(dataset.train.x[:, 0].numpy(), disks()[0][::-1])
 
 
-def test_a_column_of_a_label_table_names_the_owners(tmp_path):
+def test_column_of_a_label_table_names_the_owners(tmp_path):
     y = plant_images(tmp_path / "d")
     place = f"imagefolder:{tmp_path / 'd'}"
     data = RunData(spec(place, target="size", by="site"))
@@ -144,7 +144,7 @@ def test_a_column_of_a_label_table_names_the_owners(tmp_path):
     np.testing.assert_allclose(few.format.task.in_units(few.train.y)[:, 0], y[rows], rtol=1e-5)
 
 
-def test_a_label_table_replaces_the_names_of_directories(tmp_path):
+def test_label_table_replaces_the_names_of_directories(tmp_path):
     root = tmp_path / "d"
     for name in ("cat", "dog"):
         plant_images(root / name, 8, len(name))
@@ -268,7 +268,7 @@ def test_texts_have_numeric_targets(tmp_path):
         _ = RunData(spec(f"text:{tmp_path}", target="days")).dataset
 
 
-def test_a_function_may_return_numbers(tmp_path, monkeypatch):
+def test_function_may_return_numbers(tmp_path, monkeypatch):
     (tmp_path / "own_numbers.py").write_text(
         "import numpy as np, torch\n"
         "from fedhet import Dataset, Format, Split\n"
@@ -305,7 +305,7 @@ def test_a_function_may_return_numbers(tmp_path, monkeypatch):
         _ = RunData(spec("digits")).dataset
 
 
-def test_the_scale_is_part_of_what_clients_agree_on():
+def test_scale_is_part_of_what_clients_agree_on():
     first, same, other = (
         Format("table", (3,), ("a",), Regression((mean,), (2.0,))).digest
         for mean in (5.0, 5.0, 6.0)
@@ -401,7 +401,7 @@ def make_site(kind, root, schema):
 
 
 @pytest.mark.parametrize("kind", ["image", "signal", "text"])
-def test_a_site_has_the_scale_of_its_schema(kind, tmp_path):
+def test_site_has_the_scale_of_its_schema(kind, tmp_path):
     if kind == "image":
         every = plant_images(tmp_path / "all")
         source, target = tmp_path / "all" / "labels.csv", "size"
@@ -439,7 +439,7 @@ def test_a_site_has_the_scale_of_its_schema(kind, tmp_path):
         site_data(place, spec=settings, classes=0, name="site-a")
 
 
-def test_a_site_may_list_its_classes_in_a_label_table(tmp_path):
+def test_site_may_list_its_classes_in_a_label_table(tmp_path):
     plant_images(tmp_path / "site" / "train", 12)
     settings = spec(task="auto", target="site")
     data = site_data(f"imagefolder:{tmp_path / 'site'}", spec=settings, classes=3, name="site-a")

@@ -173,7 +173,7 @@ def selection(tolerance=0.25):
     return SelectionByError(TASK.errors, TASK.loss("none"), TASK.divergence("none"), tolerance)
 
 
-def test_a_prediction_is_correct_up_to_the_tolerance():
+def test_prediction_is_correct_up_to_the_tolerance():
     outputs = torch.tensor([[0.5], [0.6], [-0.5], [0.0]])
     assert selection().right(outputs, torch.zeros(4, 1)).tolist() == [True, False, True, True]
     two = torch.tensor([[0.5, 0.5], [0.8, 0.0], [0.6, 0.4]])  # means of 0.25, 0.32, and 0.26
@@ -245,9 +245,9 @@ def test_fml_descends_squared_errors_of_both_models(table, tmp_path):
     shares = {"fml.alpha": 0.3, "fml.beta": 0.8}
     server = federation("fml", table, tmp_path, **shares)
     learn(server, 1)
-    asked = server.ask(2)
-    client = client_of(asked[0][0])
-    meme = meme_of(client, instruction_of(asked[0]))
+    instructions = server.instruct(2)
+    client = client_of(instructions[0][0])
+    meme = meme_of(client, instruction_of(instructions[0]))
     pair = [copy.deepcopy(each).double() for each in (client.network, meme)]
     x, y = client.x.double(), client.y.double()
     for _ in range(3):
@@ -258,7 +258,7 @@ def test_fml_descends_squared_errors_of_both_models(table, tmp_path):
             steps.append(torch.autograd.grad(loss, list(model.parameters())))
         for model, gradients in zip(pair, steps, strict=True):
             step(model.parameters(), gradients, LR)
-    reply = reply_of(server.answers(asked)[0][1]).group("weights")
+    reply = reply_of(server.train(instructions)[0][1]).group("weights")
     assert_close(client.network, pair[0])
     for name, value in pair[1].state_dict().items():
         np.testing.assert_allclose(reply[name], value, rtol=1e-4, atol=1e-6)
@@ -275,11 +275,11 @@ def test_meme_without_private_models_equals_fedavg(table, tmp_path):
 @pytest.mark.parametrize("intensity", ["batch", "sample"])
 def test_fedkd_descends_squared_errors_of_mentor_and_mentee(table, tmp_path, intensity):
     server = federation("fedkd", table, tmp_path, **{"fedkd.intensity": intensity})
-    asked = server.ask(1)
-    client = client_of(asked[1][0])
+    instructions = server.instruct(1)
+    client = client_of(instructions[1][0])
     client.state.restore(server.log.run_name, before=1)
     mentor = copy.deepcopy(client.network).double()
-    mentee = meme_of(client, instruction_of(asked[1])).double()
+    mentee = meme_of(client, instruction_of(instructions[1])).double()
     x, y = client.x.double(), client.y.double()
     before = copy.deepcopy(mentee)
     for _ in range(3):
@@ -300,7 +300,7 @@ def test_fedkd_descends_squared_errors_of_mentor_and_mentee(table, tmp_path, int
             steps.append((parameters, found))
         for parameters, found in steps:
             step(parameters, found, LR)
-    server.answers(asked)
+    server.train(instructions)
     assert_close(client.network, mentor)
     assert_close(client.models["proxy"], mentee)
     assert not np.allclose(*(state_of(each)["classifier.weight"] for each in (before, mentee)))
@@ -310,8 +310,8 @@ def test_fedmrl_descends_the_squared_errors_of_both_heads(table, tmp_path):
     weights = {"fedmrl.own-weight": 0.7, "fedmrl.shared-weight": 1.5}
     server = federation("fedmrl", table, tmp_path, **weights)
     learn(server, 1)
-    asked = server.ask(2)
-    client, sent = client_of(asked[0][0]), instruction_of(asked[0]).group("weights")
+    instructions = server.instruct(2)
+    client, sent = client_of(instructions[0][0]), instruction_of(instructions[0]).group("weights")
     start = copy.deepcopy(client.network)
     start.extractor.shared.load_state_dict({k: torch.tensor(v) for k, v in sent.items()})
     x, y = client.x.double(), client.y
@@ -324,7 +324,7 @@ def test_fedmrl_descends_the_squared_errors_of_both_heads(table, tmp_path):
         return squared(model.classifier(fused), y), squared(coarse, y)
 
     slow = descend(start, lambda model: 0.7 * heads(model)[0] + 1.5 * heads(model)[1], 3, LR)
-    reply = reply_of(server.answers(asked)[0][1])
+    reply = reply_of(server.train(instructions)[0][1])
     assert_close(client.network, slow)
     before = descend(start, lambda model: 0.7 * heads(model)[0] + 1.5 * heads(model)[1], 2, LR)
     expected = [each.item() for each in heads(before)]
@@ -332,13 +332,13 @@ def test_fedmrl_descends_the_squared_errors_of_both_heads(table, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def test_a_head_without_weight_does_not_learn(table, tmp_path):
+def test_head_without_weight_does_not_learn(table, tmp_path):
     server = federation("fedmrl", table, tmp_path, **{"fedmrl.own-weight": 0.0})
-    asked = server.ask(1)
-    client = client_of(asked[0][0])
+    instructions = server.instruct(1)
+    client = client_of(instructions[0][0])
     client.state.restore(server.log.run_name, before=1)
     before = state_of(client.network)
-    server.answers(asked)
+    server.train(instructions)
     moved = {name for name, value in state_of(client.network).items()
              if not np.array_equal(value, before[name])}  # fmt: skip
     assert not {name for name in moved if name.startswith("classifier.")}
@@ -352,10 +352,10 @@ def test_heterofl_descends_without_the_scaler_and_sends_no_classes(table, tmp_pa
     server = federation("heterofl", table, tmp_path)
     assert server.strategy.settings.masked is False
     assert server.strategy.settings.scaler is False  # its models would predict too small numbers
-    asked = server.ask(1)
-    start = instruction_of(asked[1]).group("weights")
+    instructions = server.instruct(1)
+    start = instruction_of(instructions[1]).group("weights")
     w = {name: torch.tensor(value).double().requires_grad_() for name, value in start.items()}
-    client, layers = client_of(asked[1][0]), sorted({name.rpartition(".")[0] for name in w})
+    client, layers = client_of(instructions[1][0]), sorted({name.rpartition(".")[0] for name in w})
     assert layers == ["classifier", "extractor.1"]
     x, y = client.x.double().flatten(1), client.y
     for _ in range(3):
@@ -364,13 +364,13 @@ def test_heterofl_descends_without_the_scaler_and_sends_no_classes(table, tmp_pa
         gradients = torch.autograd.grad(squared(outputs, y), list(w.values()))
         pairs = zip(w.items(), gradients, strict=True)
         w = {name: (v - LR * g).detach().requires_grad_() for (name, v), g in pairs}
-    answers = server.answers(asked)
-    replies = [reply_of(result).tensors for _, result in answers]
+    results = server.train(instructions)
+    replies = [reply_of(result).tensors for _, result in results]
     for name, value in w.items():
         found = replies[1][f"weights/{name}"]
         np.testing.assert_allclose(found, value.detach(), rtol=1e-4, atol=1e-6)
     assert all("labels" not in reply for reply in replies)
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, results, [])
     server.close(1)
     for name, value in server.strategy.weights.items():
         for place in np.ndindex(value.shape):
@@ -407,11 +407,11 @@ def test_pfedbayes_descends_a_gaussian_likelihood(table, tmp_path, monkeypatch, 
     pool = {"models.pool": ["mlp"], "training.lr": 0.02}
     server = federation("pfedbayes", table, tmp_path, **bayes, **pool)
     server.play(1)
-    asked = server.ask(2)
-    client, told = client_of(asked[0][0]), instruction_of(asked[0])
+    instructions = server.instruct(2)
+    client, told = client_of(instructions[0][0]), instruction_of(instructions[0])
     options = {"zeta": 3.0, "steps": 2, "noise": 0.25, "eps": steady_adam, "loss": likelihood}
     q, w = slow_bayes(client, told, **options)
-    reply, near = reply_of(server.answers(asked)[0][1]), {"rtol": 1e-3, "atol": 2e-5}
+    reply, near = reply_of(server.train(instructions)[0][1]), {"rtol": 1e-3, "atol": 2e-5}
     for name, parameter in client.network.named_parameters():
         np.testing.assert_allclose(parameter.detach(), q[name, 0], **near)
         np.testing.assert_allclose(reply.group("weights")[name], w[name, 0], **near)
@@ -423,25 +423,25 @@ def test_clients_learn_the_mean_of_all_outputs(table, tmp_path, method, kind):
     """Digest and Revisit of FedMD; in the first round, transfer learning on public targets."""
     epochs = {f"{method}.public-epochs": 2, f"{method}.digest-epochs": 2, f"{method}.loss": kind}
     server = federation(method, table, tmp_path, **epochs)
-    asked = server.ask(1)
-    client = client_of(asked[0][0])
+    instructions = server.instruct(1)
+    client = client_of(instructions[0][0])
     client.state.restore(server.log.run_name, before=1)
     public = client.public
     start = descend(client.network, lambda m: squared(m(public.x.double()), public.y), 2, LR)
     slow = descend(start, lambda m: squared(m(client.x.double()), client.y), 3, LR)
-    answers = server.answers(asked)
+    replies = server.train(instructions)
     assert_close(client.network, slow)
-    outputs = [reply_of(result).tensors["logits"] for _, result in answers]
-    rows = instruction_of(asked[0]).tensors["asked"].astype(int)
+    outputs = [reply_of(result).tensors["logits"] for _, result in replies]
+    rows = instruction_of(instructions[0]).tensors["asked"].astype(int)
     with torch.no_grad():
         expected = slow(public.x[rows].double())
     np.testing.assert_allclose(outputs[0], expected, rtol=1e-3, atol=1e-5)
 
     before = copy.deepcopy(server.strategy.learner.model) if method == "ds-fl" else None
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, replies, [])
     server.close(1)
-    asked = server.ask(2)
-    told = instruction_of(asked[0]).tensors
+    instructions = server.instruct(2)
+    told = instruction_of(instructions[0]).tensors
     assert set(told) == {"logits", "rows", "asked"}
     mean = np.mean(outputs, axis=0, dtype=np.float64)
     np.testing.assert_allclose(told["logits"], mean, rtol=1e-5, atol=1e-7)
@@ -454,7 +454,7 @@ def test_clients_learn_the_mean_of_all_outputs(table, tmp_path, method, kind):
     slow = descend(descend(client.network, toward, 2, LR), lambda m: squared(
         m(client.x.double()), client.y
     ), 3, LR)  # fmt: skip
-    server.answers(asked)
+    server.train(instructions)
     assert_close(client.network, slow, rtol=1e-3, atol=1e-5)
     if before is not None:
         trained = descend(before, toward, server.strategy.settings.server_epochs, LR)
@@ -469,19 +469,19 @@ def test_feddf_descends_the_squared_error_to_the_mean_output(table, tmp_path, st
     options = {"feddf.epochs": 1, "feddf.batch-size": 1000, "feddf.lr": 2e-4}
     pool = {"models.pool": ["mlp", "mlp2"]}
     server = federation("feddf", table, tmp_path, **options, **pool)
-    asked = server.ask(1)
-    names = [client_of(proxy).info.model for proxy, _ in asked]
-    samples = [client_of(proxy).info.samples for proxy, _ in asked]
-    answers = server.answers(asked)
+    instructions = server.instruct(1)
+    names = [client_of(proxy).info.model for proxy, _ in instructions]
+    samples = [client_of(proxy).info.samples for proxy, _ in instructions]
+    results = server.train(instructions)
     x, replies = server.strategy.x.double(), []
-    for (_, result), name in zip(answers, names, strict=True):
+    for (_, result), name in zip(results, names, strict=True):
         model = build(name, tuple(x.shape[1:]), 1, kind="table", seed=0)
         weights = reply_of(result).group("weights")
         model.load_state_dict({k: torch.tensor(v) for k, v in weights.items()})
         replies.append(model.double().eval())
     with torch.no_grad():
         teacher = torch.stack([model(x) for model in replies]).mean(0)
-    server.flower.aggregate_fit(1, answers, [])
+    server.flower.aggregate_fit(1, results, [])
     for name in set(names):
         own = [k for k, each in enumerate(names) if each == name]
         total = sum(samples[k] for k in own)
@@ -516,14 +516,14 @@ def test_fedgems_selects_by_error(table, tmp_path):
         with torch.no_grad():
             own = copy.deepcopy(start).double().eval()(x)
         right = ((own - y) ** 2).mean(1) <= 0.25
-        asked = server.ask(number)
+        instructions = server.instruct(number)
         wanted = [n for n in range(len(y)) if not right[n] and n not in pool]
-        bits = np.unpackbits(instruction_of(asked[0]).tensors["wanted"], count=len(y))
+        bits = np.unpackbits(instruction_of(instructions[0]).tensors["wanted"], count=len(y))
         assert np.flatnonzero(bits).tolist() == wanted
-        student, teacher = client_of(asked[0][0]), None
+        student, teacher = client_of(instructions[0][0]), None
         student.state.restore(server.log.run_name, before=number)
         if number > 1:
-            told = instruction_of(asked[0]).tensors
+            told = instruction_of(instructions[0]).tensors
             teacher = student.state.tensors.get("logits", torch.zeros(len(y), 1)).clone()
             has = np.unpackbits(told["changed"], count=len(y)) if "changed" in told else None
             rows = slice(None) if has is None else torch.tensor(np.flatnonzero(has))
@@ -536,10 +536,10 @@ def test_fedgems_selects_by_error(table, tmp_path):
                 + 0.4 * squared(m(public.x.double()), teacher)
             ), 2, LR)  # fmt: skip
         slow = descend(slow, lambda m, c=student: squared(m(c.x.double()), c.y), 3, LR)
-        answers = server.answers(asked)
+        replies = server.train(instructions)
         assert_close(student.network, slow, rtol=1e-3, atol=1e-5)
 
-        outputs = np.stack([reply_of(result).tensors["logits"] for _, result in answers])
+        outputs = np.stack([reply_of(result).tensors["logits"] for _, result in replies])
         lesson = {n: value for n, value in pool.items() if not right[n]}
         for place, n in enumerate(wanted):
             errors = ((outputs[:, place].astype(float) - y[n].numpy()) ** 2).mean(1)
@@ -560,7 +560,7 @@ def test_fedgems_selects_by_error(table, tmp_path):
             return torch.stack(losses).mean()
 
         slow = descend(start, loss, 1, LR)
-        server.flower.aggregate_fit(number, answers, [])
+        server.flower.aggregate_fit(number, replies, [])
         server.close(number)
         assert_close(strategy.learner.model, slow, rtol=1e-3, atol=1e-5)
     assert pool
@@ -581,9 +581,9 @@ def test_messages_of_a_task_have_only_its_scores():
             spec.replies.check("a", {kind: rows, other: rows}, {}, sizes)
         with pytest.raises(KnowledgeError, match=f"{kind}.*missing"):
             spec.replies.check("a", {}, {}, sizes)
-        asked = {"asked": np.arange(2, dtype=np.uint8)}
-        spec.instructions.check("server", asked, {}, sizes)
-        agreed = {"rows": np.arange(2, dtype=np.uint8), **asked}
+        sampled = {"asked": np.arange(2, dtype=np.uint8)}
+        spec.instructions.check("server", sampled, {}, sizes)
+        agreed = {"rows": np.arange(2, dtype=np.uint8), **sampled}
         with pytest.raises(KnowledgeError, match=f"{kind}.*missing, required by rows"):
             spec.instructions.check("server", agreed, {}, sizes)
         spec.instructions.check("server", {**agreed, kind: rows}, {}, sizes)
@@ -593,7 +593,7 @@ def test_messages_of_a_task_have_only_its_scores():
 
 
 @pytest.mark.parametrize("method", ["fedmd", "ds-fl"])
-def test_an_attack_changes_numbers_as_numbers(table, tmp_path, method):
+def test_attack_changes_numbers_as_numbers(table, tmp_path, method):
     attack = {"attack.kind": "sign-flip", "attack.attackers": 1}
     server = federation(method, table, tmp_path, **attack)
     replies, poisoned = learn(server, 1), []
@@ -605,7 +605,7 @@ def test_an_attack_changes_numbers_as_numbers(table, tmp_path, method):
 
 
 @pytest.mark.parametrize("kind", ["paf", "lie", "ofom"])
-def test_an_adversary_of_the_paper_adds_to_the_mean_output(table, tmp_path, kind):
+def test_adversary_of_the_paper_adds_to_the_mean_output(table, tmp_path, kind):
     plain = {"clients": 6, "defense.clip-factor": 0, "engine.outlier-factor": 0}
     attack = {"attack.kind": kind, "attack.attackers": 1}
     server = federation("ds-fl", table, tmp_path, **attack, **plain)
@@ -626,7 +626,7 @@ def test_an_adversary_of_the_paper_adds_to_the_mean_output(table, tmp_path, kind
 
 
 @pytest.mark.parametrize("method", ["fedmd", "ds-fl"])
-def test_the_robust_consensus_is_the_median_of_the_outputs(table, tmp_path, method):
+def test_robust_consensus_is_the_median_of_the_outputs(table, tmp_path, method):
     robust = {"defense.average": "median", "defense.clip-factor": 0}
     server = federation(method, table, tmp_path, **robust)
     replies = learn(server, 1)
@@ -636,13 +636,13 @@ def test_the_robust_consensus_is_the_median_of_the_outputs(table, tmp_path, meth
 
 def test_nonfinite_outputs_raise(table, tmp_path):
     server = federation("ds-fl", table, tmp_path)
-    answers = server.answers(server.ask(1))
+    replies = server.train(server.instruct(1))
 
     def spoil(tensors):
         tensors["logits"][0] = np.nan
 
-    answers[0] = (answers[0][0], altered(answers[0][1], spoil))
-    server.flower.aggregate_fit(1, answers, [])
+    replies[0] = (replies[0][0], altered(replies[0][1], spoil))
+    server.flower.aggregate_fit(1, replies, [])
     assert len(server.strategy.scores) == 2
 
 
@@ -662,7 +662,7 @@ def private_step(models_, loss, norm):
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("norm", [0.05, 3.0])
 @pytest.mark.parametrize("mutual", [False, True])
-def test_a_private_step_clips_the_squared_error_of_each_sample(columns, norm, mutual):
+def test_private_step_clips_the_squared_error_of_each_sample(columns, norm, mutual):
     """Algorithm 1 of Abadi et al. without noise, by sample; two models are clipped jointly."""
     pair = [build(name, (4,), columns, kind="table", seed=k).train()
             for k, name in enumerate(["mlp", "mlp2"])]  # fmt: skip
@@ -697,7 +697,7 @@ def test_a_private_step_clips_the_squared_error_of_each_sample(columns, norm, mu
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_single_output_does_not_hide_gradients_of_other_samples():
+def test_single_output_does_not_hide_gradients_of_other_samples():
     torch.manual_seed(0)
     for name, mix in (("gradient alone", MIXES["gradient alone"]), ("", lambda own, h: h)):
         sgd._TESTED.clear()
@@ -730,12 +730,12 @@ def test_masked_sums_give_the_same_instructions_as_plain_replies(
         masked = {"privacy.secure-aggregation": True} if secure else {}
         (directory := tmp_path / f"{secure}").mkdir()
         server = federation(method, table, directory, **changes, **masked)
-        _, answers = server.play(1)
+        _, replies = server.play(1)
         assert all(
             any(name.startswith("masked/" if secure else field) for name in reply_of(sent).tensors)
-            for _, sent in answers
+            for _, sent in replies
         )
-        told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.ask(2)})
+        told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.instruct(2)})
     assert told[0].keys() == told[1].keys()
     for name, plain in told[0].items():
         summed = told[1][name].tensors
@@ -746,7 +746,7 @@ def test_masked_sums_give_the_same_instructions_as_plain_replies(
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fml", "fedkd", "fedmd"])
-def test_a_private_run_stays_within_its_budget(tmp_path, method):
+def test_private_run_stays_within_its_budget(tmp_path, method):
     chosen = {"privacy.epsilon": 8.0, "rounds": 1}
     chosen |= {"fedkd.intensity": "sample"} if method == "fedkd" else {}
     (tmp_path / "data").mkdir()
@@ -760,7 +760,7 @@ def test_a_private_run_stays_within_its_budget(tmp_path, method):
     assert all(0 < each["epsilon"] <= 8.0 for each in summary["privacy"].values())
 
 
-def test_a_private_site_declares_the_task_by_its_schema(table, tmp_path):
+def test_private_site_declares_the_task_by_its_schema(table, tmp_path):
     described = DataSpec(target="stay", task="regression")
     schema = infer_schema(read_table(table, described), described)
     site = tmp_path / "site"
@@ -823,7 +823,7 @@ def test_settings_for_classes_raise(table, setting, value, expected):
     assert f"'{setting}': the task is regression, expected {expected}, got " in text
 
 
-def test_a_method_is_shown_with_its_tasks():
+def test_method_is_shown_with_its_tasks():
     shown = {name: tasks(find_method(name)) for name in ("fedavg", "fml", "cofed", "ds-fl")}
     assert shown["fedavg"] == "Tasks (`data.task`): all."
     assert shown["fml"] == shown["fedavg"]

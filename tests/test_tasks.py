@@ -117,7 +117,7 @@ def test_nonfinite_predictions_have_a_large_accepted_error():
         read_measures("a", sent | times, ["private"], names)
 
 
-def test_the_best_round_of_an_error_is_the_lowest():
+def test_best_round_of_an_error_is_the_lowest():
     def record(number, mean):
         scores = {"personal": {"private": Score(mean=mean)}}
         return RoundRecord(number, metrics={"rmse": scores, "r2": scores})
@@ -159,7 +159,7 @@ def test_schema_of_regression_round_trips(tmp_path):
     assert schema.model_copy(update={"targets": (target,)}).digest != schema.digest
 
 
-def test_the_digest_depends_on_the_order_of_the_classes(tmp_path):
+def test_digest_depends_on_the_order_of_the_classes(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("age,ill\n" + "".join(f"{k},{'yes' if k % 3 else 'no'}\n" for k in range(1, 9)))
     classes = DataSpec(target="ill")
@@ -173,7 +173,7 @@ def test_the_digest_depends_on_the_order_of_the_classes(tmp_path):
     ("value", "fault"),
     [("", "the target is missing"), ("n/a", "the target is missing"), ("long", "not a number")],
 )
-def test_a_row_needs_a_numeric_target(tmp_path, value, fault):
+def test_row_needs_a_numeric_target(tmp_path, value, fault):
     schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
     path = write(tmp_path / "b.csv", slice(0, 3))
     lines = path.read_text().splitlines()
@@ -224,7 +224,7 @@ def test_tenths_of_the_target_replace_classes(tmp_path):
     np.testing.assert_array_equal(counts.sum(0), np.bincount(groups))
 
 
-def test_the_task_and_its_scale_are_shared_with_other_processes(tmp_path):
+def test_task_and_its_scale_are_shared_with_other_processes(tmp_path):
     dataset = RunData(spec(dataset=f"table:{write(tmp_path / 'a.csv')}")).dataset
     write_dataset(dataset, tmp_path / "0.safetensors")
     read = read_dataset(tmp_path / "0.safetensors")
@@ -232,12 +232,12 @@ def test_the_task_and_its_scale_are_shared_with_other_processes(tmp_path):
     torch.testing.assert_close(read.train.y, dataset.train.y)
 
 
-def test_the_data_must_have_the_targets_of_the_task(tmp_path):
+def test_data_must_have_the_targets_of_the_task(tmp_path):
     with pytest.raises(SettingsError, match=r"'classification'.*'digits'"):
         _ = RunData(DataSpec(task="regression")).dataset
 
 
-def test_the_hospitals_of_the_example_have_different_scales(tmp_path):
+def test_hospitals_of_the_example_have_different_scales(tmp_path):
     for name in "ab":
         write_example("regression", tmp_path / name)
     for part, count in (("train", 1200), ("test", 300)):
@@ -266,11 +266,11 @@ def test_clients_descend_the_mean_squared_error(method, tmp_path):
     path = write(tmp_path / "a.csv")
     config = on_table(method, path, **changes, **{"training.local-epochs": 2})
     server = Server(config, tmp_path / "run")
-    asked = server.ask(1)
-    for proxy, _ in asked:
+    instructions = server.instruct(1)
+    for proxy, _ in instructions:
         client_of(proxy).state.restore(server.log.run_name, before=1)
-    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in asked}
-    for proxy, instruction in asked:
+    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in instructions}
+    for proxy, instruction in instructions:
         if method != "local":
             weights = (
                 client_of(proxy)
@@ -280,7 +280,7 @@ def test_clients_descend_the_mean_squared_error(method, tmp_path):
                 .group("weights")
             )
             before[proxy.cid].load_state_dict({k: torch.tensor(v) for k, v in weights.items()})
-    for proxy, _ in server.answers(asked):
+    for proxy, _ in server.train(instructions):
         client, model = client_of(proxy), before[proxy.cid]
         start = [p.detach().clone() for p in model.parameters()]
         for _ in range(2):
@@ -348,7 +348,7 @@ def test_records_hold_scores_in_the_unit_of_the_target(method, tmp_path):
     assert summary["history"][-1]["metrics"]["rmse"]["common"][kind] == worst["mean"]
 
 
-def test_a_partition_shows_tenths_of_the_target(tmp_path, call):
+def test_partition_shows_tenths_of_the_target(tmp_path, call):
     table = ("--dataset", f"table:{write(tmp_path / 'a.csv')}", "--clients", "3")
     code, shown, _ = call("partition", *table, "--set", "target=stay", "--set", "task=regression")
     assert code == 0
@@ -387,19 +387,19 @@ def test_clients_with_the_highest_squared_errors_are_selected(tmp_path):
     server = Server(on_table("local", path, **chosen), tmp_path / "run")
     losses, waited = {}, {}
     for number in (1, 2):
-        asked = server.ask(number)
-        for proxy, _ in asked:
+        instructions = server.instruct(number)
+        for proxy, _ in instructions:
             client = client_of(proxy)
             client.state.restore(server.log.run_name, before=number)
             client.network.train()  # as in the single step of the epoch
             gap = client.network(client.x).detach().numpy() - client.y.numpy()
             losses[proxy.cid] = float((gap.astype(float) ** 2).mean())
             waited[proxy.cid] = number
-        server.flower.aggregate_fit(number, server.answers(asked), [])
+        server.flower.aggregate_fit(number, server.train(instructions), [])
         server.close(number)
     assert sorted(waited.values()) == [1, 1, 1, 2, 2, 2]
     highest = sorted(losses, key=lambda name: -losses[name])[:3]
-    selected = [proxy.cid for proxy, _ in server.ask(3)]
+    selected = [proxy.cid for proxy, _ in server.instruct(3)]
     assert sorted(selected) == sorted(highest), losses
 
 
@@ -467,7 +467,7 @@ def by_hand(root, features, name="client-0"):
     return x * LENGTH[:300].std() + LENGTH[:300].mean()
 
 
-def test_a_comparison_uses_the_headline_metric_of_the_runs(trained, tmp_path, call):
+def test_comparison_uses_the_headline_metric_of_the_runs(trained, tmp_path, call):
     compared = report.compare([trained / "runs"])
     assert compared.metric.name == "rmse"
     assert [group.settings["training.lr"] for group in compared.groups] == ["0.01", "1e-30"]
@@ -486,7 +486,7 @@ def test_a_comparison_uses_the_headline_metric_of_the_runs(trained, tmp_path, ca
         report.compare([trained / "runs"], metric="accuracy")
 
 
-def test_the_default_target_of_r2_is_reached_by_all_runs(trained):
+def test_default_target_of_r2_is_reached_by_all_runs(trained):
     compared = report.compare([trained / "runs"], metric="r2")
     last = [group.score(compared.headline).mean for group in compared.groups]
     assert compared.target <= min(last)
@@ -502,7 +502,7 @@ def test_runs_of_different_tasks_are_not_compared_by_default(trained, tmp_path):
     assert report.compare(both, metric="rmse").metric.name == "rmse"
 
 
-def test_a_sweep_has_the_lowest_error_as_its_best_point(trained, tmp_path):
+def test_sweep_has_the_lowest_error_as_its_best_point(trained, tmp_path):
     paths = {(rate,): [trained / "runs" / name] for rate, name in ((1e-30, "bad"), (0.01, "good"))}
     sweep = report.sweep(["training.lr"], paths)
     path = report.write_sweep(sweep, tmp_path)
@@ -514,7 +514,7 @@ def test_a_sweep_has_the_lowest_error_as_its_best_point(trained, tmp_path):
     assert "0.01" in page[page.index("lowest mean") :][:600]
 
 
-def test_the_page_names_the_client_with_the_largest_error_as_the_worst(trained):
+def test_page_names_the_client_with_the_largest_error_as_the_worst(trained):
     found = report.load_run(trained / "runs" / "good").with_metric("rmse")
     record, errors = found.records[-1], {"client-0": 1.739, "client-1": 1.2, "client-2": 0.9884}
     scores = {"personal": {"private": Score(mean=1.3, std=0.3, worst=1.739, per_client=errors)}}
@@ -525,13 +525,13 @@ def test_the_page_names_the_client_with_the_largest_error_as_the_worst(trained):
     assert not re.findall(r"1\.739 \((?!client-0)", page)
 
 
-def test_the_worst_training_loss_is_the_largest(trained):
+def test_worst_training_loss_is_the_largest(trained):
     for line in (trained / "runs" / "good" / "metrics.jsonl").read_text().splitlines():
         loss = json.loads(line)["loss"]
         assert loss["worst"] == max(loss["per_client"].values()) > min(loss["per_client"].values())
 
 
-def test_a_client_predicts_numbers_in_the_unit_of_the_target(trained, tmp_path, call):
+def test_client_predicts_numbers_in_the_unit_of_the_target(trained, tmp_path, call):
     client = open_client(trained / "runs" / "good", "client-0")
     new = tmp_path / "new.csv"
     rows = [",".join(NAMES), *(",".join(map(repr, row)) for row in FEATURES[300:].tolist())]
@@ -561,7 +561,7 @@ def test_a_client_predicts_numbers_in_the_unit_of_the_target(trained, tmp_path, 
 
 
 @pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
-def test_an_exported_program_predicts_in_the_unit_of_the_target(trained, tmp_path, form):
+def test_exported_program_predicts_in_the_unit_of_the_target(trained, tmp_path, form):
     if form == "onnx":
         pytest.importorskip("onnxscript")
     path, client = tmp_path / f"m.{form}", open_client(trained / "runs" / "good", "client-0")
@@ -606,7 +606,7 @@ def test_dp_sgd_clips_the_gradient_of_each_samples_squared_error():
         torch.testing.assert_close(found.detach(), value)
 
 
-def test_a_private_run_of_regression_reports_its_budget_and_scores(tmp_path):
+def test_private_run_of_regression_reports_its_budget_and_scores(tmp_path):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.csv", slice(0, 300))
     write(tmp_path / "data" / "test.csv", slice(300, None))
@@ -618,7 +618,7 @@ def test_a_private_run_of_regression_reports_its_budget_and_scores(tmp_path):
     assert summary["metric"] == "rmse"
 
 
-def test_a_private_site_takes_its_scale_from_the_schema_alone(tmp_path, monkeypatch):
+def test_private_site_takes_its_scale_from_the_schema_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
     every = infer_schema(read_table(write(tmp_path / "all.csv"), spec()), spec())
     seen, own = [], {"name": "site-a", "privacy": "epsilon=80 delta=1e-5"}
@@ -677,7 +677,7 @@ def test_settings_must_suit_the_task(changes, fault):
         resolve({"method": "local", "data.dataset": "table:a.csv", **changes})
 
 
-def test_the_metrics_of_a_run_follow_from_its_task():
+def test_metrics_of_a_run_follow_from_its_task():
     assert resolve({"method": "local"}).run.metrics == ("accuracy",)
     table = {"method": "local", "data.dataset": "table:a.csv", "data.task": "regression"}
     config = resolve(table)
@@ -690,7 +690,7 @@ def test_the_metrics_of_a_run_follow_from_its_task():
 # --- sites ----------------------------------------------------------------------------------------
 
 
-def test_a_site_reads_the_targets_with_the_schema_of_all_sites(tmp_path):
+def test_site_reads_the_targets_with_the_schema_of_all_sites(tmp_path):
     schema = infer_schema(read_table(write(tmp_path / "all.csv"), spec()), spec())
     site = tmp_path / "site"
     site.mkdir()
@@ -709,7 +709,7 @@ def test_a_site_reads_the_targets_with_the_schema_of_all_sites(tmp_path):
         site_data(f"table:{site}", spec=DataSpec(), classes=2, name="a")
 
 
-def test_a_client_with_another_task_is_refused():
+def test_client_with_another_task_raises():
     info = ClientInfo("a", "mlp", 10, 1, "table", (3,), task="regression")
     assert read_properties(info.properties(), "node") == info
     with pytest.raises(KnowledgeError, match="classes"):
@@ -735,7 +735,7 @@ def test_scores_with_a_unit_have_four_significant_digits(value, text):
     assert score(value) == score(value, "r2") == score(value, "macro-auc") == plain
 
 
-def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
+def test_tiny_error_is_not_shown_as_zero(tmp_path):
     path = write(tmp_path / "a.csv", values=LENGTH * 1e-9)
     summary = run(on_table("local", path, rounds=1), tmp_path / "run")
     expected = summary["metrics"]["rmse"]["personal"]["private"]
@@ -767,7 +767,7 @@ def test_a_tiny_error_is_not_shown_as_zero(tmp_path):
          {"task": "classification"}),
     ],
 )  # fmt: skip
-def test_the_advice_for_a_target_column_leads_to_a_dataset(tmp_path, values, changes, fault, fix):
+def test_advice_for_a_target_column_leads_to_a_dataset(tmp_path, values, changes, fault, fix):
     lines = [f"{k / 7:.3f},{value}" for k, value in enumerate(values)]
     (tmp_path / "a.csv").write_text("\n".join(["x,stay", *lines]) + "\n")
     given = spec(dataset=f"table:{tmp_path / 'a.csv'}").replace(**changes)
@@ -830,9 +830,7 @@ class AbsoluteRegression(Regression):
         ({"has_distribution": True, "has_likelihood": True}, {*method_names()}),
     ],
 )
-def test_the_properties_of_a_new_task_decide_which_methods_support_it(
-    properties, able, monkeypatch
-):
+def test_properties_of_a_new_task_decide_which_methods_support_it(properties, able, monkeypatch):
     hooks = dict.fromkeys(tasks.Task.__abstractmethods__)
     members = {"name": "new", "metrics": ("accuracy",), **hooks, **properties}
     monkeypatch.setitem(tasks.TASKS, "new", type("New", (tasks.Task,), members))
@@ -856,7 +854,7 @@ def test_the_properties_of_a_new_task_decide_which_methods_support_it(
     assert ("new" in find_method("felo").spec.tasks) == ("has_distribution" in properties)
 
 
-def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+def test_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
     class Point:
         name, value = "absolute", "elsewhere:AbsoluteRegression"
 

@@ -283,7 +283,7 @@ def test_labels_of_a_site_are_those_of_the_run(tmp_path):
         site(vocabulary=96)
 
 
-def test_a_sites_texts_without_a_class(tmp_path):
+def test_sites_texts_without_a_class(tmp_path):
     tree(tmp_path)
     (tmp_path / "train" / "unlabeled").mkdir()
     (tmp_path / "train" / "unlabeled" / "a.txt").write_text("a bird")
@@ -300,7 +300,7 @@ def test_a_sites_texts_without_a_class(tmp_path):
     assert found.format.shape == (0, 128, 8192)
 
 
-def test_the_server_finds_the_common_test_set_of_texts(tmp_path):
+def test_server_finds_the_common_test_set_of_texts(tmp_path):
     write(tmp_path / "train.csv")
     write(tmp_path / "test.csv", ROWS[:5])
     store = RunData(spec(tmp_path, max_tokens=6))
@@ -328,7 +328,7 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
         )
 
 
-def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
+def test_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     place = write(tmp_path / "a.csv")
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(
@@ -352,7 +352,7 @@ def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
     assert torch.equal(data.train.x, again.train.x)
 
 
-def test_the_default_models_are_those_of_the_kind(tmp_path):
+def test_default_models_are_those_of_the_kind(tmp_path):
     place = write(tmp_path / "a.csv")
 
     def of(**changes):

@@ -132,7 +132,7 @@ def test_several_trackers_receive_the_headline_of_the_method(monkeypatch, tmp_pa
         small("felo", track=["wandb", "wandb"])
 
 
-def test_the_headline_series_does_not_change_its_kind():
+def test_headline_series_does_not_change_its_kind():
     """A kind that is missing in a round has a gap, and no other kind fills it."""
     headline = Headline(protocol="common", kinds={"common": "global"})
     records = [

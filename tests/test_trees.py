@@ -103,7 +103,7 @@ OF_IMAGES = ("endings", "files of other types")
     ("kind", "case"),
     [*(("imagefolder", c) for c in LAYOUTS), *(("text", c) for c in LAYOUTS if c not in OF_IMAGES)],
 )
-def test_a_directory_of_the_layout_is_read(tmp_path, case, kind, caplog):
+def test_directory_of_the_layout_is_read(tmp_path, case, kind, caplog):
     names, train, test, said = LAYOUTS[case]
     content = PICTURE
     if kind == "text":
@@ -200,7 +200,7 @@ OWNED = ("train/north/a/*6.png", "train/north/b/*4.png", "train/east/a/*8.png", 
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "text"])
-def test_a_directory_of_each_owner_is_a_client(tmp_path, kind):
+def test_directory_of_each_owner_is_a_client(tmp_path, kind):
     ending, content = (".png", PICTURE) if kind == "imagefolder" else (".txt", b"a word")
     names = [name.replace(".png", ending) for name in OWNED]
     root = plant(tmp_path / "tree", *names, content=content)
@@ -225,7 +225,7 @@ def test_a_directory_of_each_owner_is_a_client(tmp_path, kind):
     )
 
 
-def test_the_pixels_of_a_client_are_of_its_directory(tmp_path):
+def test_pixels_of_a_client_are_of_its_directory(tmp_path):
     root = tmp_path / "tree"
     for value, owner in enumerate(("x", "y")):
         plant(root, f"{owner}/a/*3.png", f"{owner}/b/*3.png", content=png(10 * value))
@@ -287,7 +287,7 @@ def test_directories_have_no_column_of_owners(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["train", "."])
-def test_a_site_reads_a_directory_as_a_simulation_does(tmp_path, part):
+def test_site_reads_a_directory_as_a_simulation_does(tmp_path, part):
     root = tmp_path / "tree"
     for value in range(8):
         plant(root, f"{part}/{'ab'[value % 2]}/{value}.png", content=png(value))
@@ -300,7 +300,7 @@ def test_a_site_reads_a_directory_as_a_simulation_does(tmp_path, part):
     assert both == [(value, value % 2) for value in range(8)]
 
 
-def test_a_site_may_lack_samples_of_a_class(tmp_path):
+def test_site_may_lack_samples_of_a_class(tmp_path):
     root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png")
     spec = spec_of(root, test_fraction=0.25)
     (root / "classes.txt").write_text("b\na\nc\n")
@@ -340,7 +340,7 @@ def test_unreadable_directory_raises(tmp_path, monkeypatch):
         load(spec_of(root))
 
 
-def test_the_working_directory_may_be_the_data(tmp_path, monkeypatch, caplog):
+def test_working_directory_may_be_the_data(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(plant(tmp_path / "tree", *TRAIN, "schema.toml"))
     assert counted(load(spec_of(".")).train, "ab") == AB
     assert not caplog.records
@@ -386,7 +386,7 @@ TABLES = {  # name of the table -> its content
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("part", ["train", "."])
-def test_a_label_table_has_the_classes_of_its_files(tmp_path, name, part, caplog):
+def test_label_table_has_the_classes_of_its_files(tmp_path, name, part, caplog):
     root = tmp_path / "tree"
     plant(root, f"{part}/a/0.png", f"{part}/b/0.png", f"{part}/1.png", f"{part}/unlabeled/*2.png")
     (root / part / name).write_text(TABLES[name])
@@ -398,7 +398,7 @@ def test_a_label_table_has_the_classes_of_its_files(tmp_path, name, part, caplog
     assert ["2 images without a class" in line for line in lines] == [True]
 
 
-def test_a_label_table_is_not_chosen_among_several(tmp_path):
+def test_label_table_is_not_chosen_among_several(tmp_path):
     root = plant(tmp_path / "tree", "a/0.png", "b/0.png", "1.png")
     for name in ("labels.csv", "metadata.csv"):
         (root / name).write_text(TABLES[name])
@@ -438,7 +438,7 @@ def test_image_is_rotated_by_exif_data(tmp_path, orientation, format):
 
 @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_an_uncompressed_gray_tiff_is_turned(tmp_path, orientation, kind):
+def test_uncompressed_gray_tiff_is_turned(tmp_path, orientation, kind):
     gray = COLORS[..., 0]
     turned = {5: gray.T, 6: gray[::-1].T, 7: gray[::-1, ::-1].T, 8: gray[:, ::-1].T}
     exif = PIL.Image.Exif()
@@ -501,7 +501,7 @@ def test_gray_tiff_may_define_zero_as_white(tmp_path, kind, photometric):
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
-def test_values_without_a_range_are_refused(tmp_path, kind):
+def test_values_without_a_range_raise(tmp_path, kind):
     PIL.Image.fromarray(np.ones((2, 2), kind)).save(tmp_path / "a.tiff")
     with pytest.raises(DataError, match=r"a\.tiff: .*16 bits"):
         shown(tmp_path / "a.tiff")
@@ -546,7 +546,7 @@ def test_only_formats_of_pictures_are_decoded(tmp_path):
     assert shown(tmp_path / "b.jpg").shape == (3, 2, 3)
 
 
-def test_a_picture_larger_than_pillow_allows_is_named(tmp_path):
+def test_picture_larger_than_pillow_allows_is_named(tmp_path):
     header = bytearray(png(1))
     header[16:24] = (60_000).to_bytes(4, "big") * 2
     import zlib
@@ -594,7 +594,7 @@ def test_binary_file_raises_as_text(tmp_path):
         tokens(path)
 
 
-def test_a_site_names_the_format_of_its_files(tmp_path, caplog):
+def test_site_names_the_format_of_its_files(tmp_path, caplog):
     root = plant(tmp_path / "site", "train/a/*4.png", "train/b/*4.png")
     plant(root, "train/a/*4.txt", "train/b/*9.txt", content=b"a cat")
     spec = DataSpec(test_fraction=0.25)

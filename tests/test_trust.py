@@ -102,7 +102,7 @@ def test_untrusted_method_is_not_imported_for_its_settings(tmp_path, own, call):
     assert "'method' would import untrusted code, 'theirs.x'" in error
 
 
-def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
+def test_network_predicts_without_the_function_of_its_data(tmp_path, own):
     directory, _ = received(tmp_path, dataset="python:theirs:load", models=["mlp"])
     assert own()
     client = open_client(directory, "client-0")

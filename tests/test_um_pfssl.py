@@ -291,8 +291,8 @@ class Wire:
         self.sent = []
         """(round, client's number, model's number, version, role)."""
 
-    def ask(self, round):
-        instructions = self.server.ask(round)
+    def instruct(self, round):
+        instructions = self.server.instruct(round)
         for proxy, _ in instructions:
             proxy.make_payload = self.noting(round, proxy.make_payload)
         return instructions
@@ -312,10 +312,8 @@ class Wire:
         return noted
 
     def play(self, round, without=()):
-        instructions = self.ask(round)
-        replies = self.server.answers(
-            [pair for pair in instructions if pair[0].name not in without]
-        )
+        instructions = self.instruct(round)
+        replies = self.server.train([pair for pair in instructions if pair[0].name not in without])
         self.flower.aggregate_fit(round, replies, [])
         self.server.close(round)
         return {proxy.name for proxy, _ in instructions}
@@ -377,8 +375,8 @@ def test_lost_upload_is_repeated(tmp_path):
     """One client's warm-up reply is lost, and its next reply contains the model."""
     config = um(clients=4, fraction=0.25, refresh=100)
     wire = Wire(config, tmp_path / "run")
-    instructions = wire.ask(1)
-    replies = wire.server.answers(instructions)
+    instructions = wire.instruct(1)
+    replies = wire.server.train(instructions)
     arrived = [pair for pair in replies if pair[0].name != "client-1"]
     wire.flower.aggregate_fit(1, arrived, [])
     wire.server.close(1)
@@ -451,12 +449,12 @@ def test_searching_client_keeps_its_metrics(tmp_path):
     wire = Wire(config, tmp_path / "run")
     for round in (1, 2, 3):
         wire.play(round)
-    instructions = wire.ask(4)
+    instructions = wire.instruct(4)
     searching = wire.flower.state.selection.assisting
     assert searching
     for proxy, ins in instructions:
         assert ins.config["evaluate"] == (proxy.name not in searching)
-    replies = wire.server.answers(instructions)
+    replies = wire.server.train(instructions)
     for proxy, result in replies:
         measured = any(name.startswith("accuracy") for name in result.metrics)
         assert measured == (proxy.name not in searching)
@@ -482,7 +480,7 @@ def test_invalid_list_is_ignored(tmp_path, numbers, fault):
         (proxy, altered(result, lambda found: found.update(forged)))
         if proxy.name == "client-2"
         else (proxy, result)
-        for proxy, result in wire.server.answers(wire.ask(3))
+        for proxy, result in wire.server.train(wire.instruct(3))
     ]
     wire.flower.aggregate_fit(3, replies, [])
     assert wire.strategy.lists["client-2"] == before["client-2"]
@@ -496,7 +494,7 @@ def test_invalid_list_is_ignored(tmp_path, numbers, fault):
 
 def test_replies_are_stored_on_disk(tmp_path):
     wire = Wire(um(clients=3), tmp_path / "run")
-    replies = wire.server.answers(wire.ask(1))
+    replies = wire.server.train(wire.instruct(1))
     assert all(isinstance(result.parameters, SpooledPayload) for _, result in replies)
     assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
     wire.flower.aggregate_fit(1, replies, [])

@@ -149,7 +149,7 @@ def test_split_depends_only_on_seed_and_client():
     ("rows", "fraction", "held"),
     [(100, 0.1, 10), (5, 0.1, 0), (6, 0.1, 1), (4, 0.9, 2), (3, 0.9, 1), (2, 0.9, 0), (1, 0.9, 0)],
 )
-def test_a_client_rounds_the_number_of_validation_samples(rows, fraction, held):
+def test_client_rounds_the_number_of_validation_samples(rows, fraction, held):
     spec = DataSpec(validation_fraction=fraction)
     train, validation = hold_out_validation(np.zeros(rows, np.int64), spec, "a")
     assert (len(train), len(validation)) == (rows - held, held)
@@ -196,7 +196,7 @@ def site(folder, rows=80, declared=""):
     return folder
 
 
-def test_a_site_holds_out_validation_samples_like_a_client(tmp_path):
+def test_site_holds_out_validation_samples_like_a_client(tmp_path):
     folder = site(tmp_path / "a")
     spec = DataSpec(validation_fraction=0.25, test_fraction=0.2)
     data, plain = (
@@ -212,7 +212,7 @@ def test_a_site_holds_out_validation_samples_like_a_client(tmp_path):
     assert torch.equal(data.validation.x, plain.train.x[torch.from_numpy(places)])
 
 
-def test_a_private_site_follows_its_declaration(tmp_path, caplog):
+def test_private_site_follows_its_declaration(tmp_path, caplog):
     folder = site(tmp_path / "a", declared="validation-fraction = 0.25\n")
     declaration = Declaration.from_files(f"npz:{folder}", 10**9)
     assert len(declaration.read_data(f"npz:{folder}", "a").validation) == 16
@@ -311,7 +311,7 @@ def test_validation_samples_are_never_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize(("protocol", "weighted"), [("common", True), ("personal", False)])
-def test_the_mean_is_weighted_like_the_headline(protocol, weighted):
+def test_mean_is_weighted_like_the_headline(protocol, weighted):
     """On the common test set, each sample counts equally; on own test splits, each client."""
     values, counts = {"a": 0.9, "b": 0.2, "c": 0.4}, {"a": 30, "b": 6, "c": 4}
     state = RoundState(1, print, None, Headline(protocol=protocol))
@@ -368,7 +368,7 @@ def test_rounds_are_selected_on_validation():
     assert last_round(tests, config) == 20
 
 
-def test_the_deployed_kind_selects_or_the_next_kind():
+def test_deployed_kind_selects_or_the_next_kind():
     headline = Headline(protocol="common", kinds={"common": "server", "personal": "private"})
     evaluated = {"common": ["server"], "validation": ["proxy", "private", "server"]}
     assert headline.selection(evaluated) == ("validation", "server")
@@ -395,7 +395,7 @@ def overfitting(monkeypatch):
     monkeypatch.setattr(HetClient, "evaluation", evaluation)
 
 
-def test_a_run_ends_and_keeps_models_by_validation(tmp_path, overfitting):
+def test_run_ends_and_keeps_models_by_validation(tmp_path, overfitting):
     config = small("local", rounds=9, clients=2, early_stopping=3, keep_best=True)
     notices = Notices()
     summary = run(config, tmp_path / "run", [notices], report=True)
@@ -416,7 +416,7 @@ def test_a_run_ends_and_keeps_models_by_validation(tmp_path, overfitting):
     assert open_client(tmp_path / "tests", "client-0", best=True).round == 9
 
 
-def test_a_resumed_run_selects_as_before(tmp_path, overfitting):
+def test_resumed_run_selects_as_before(tmp_path, overfitting):
     config = small("local", rounds=9, clients=2, early_stopping=4, keep_best=True)
     whole = run(config, tmp_path / "whole")
     run(config.replacing(rounds=2), tmp_path / "run")
@@ -430,7 +430,7 @@ def test_a_resumed_run_selects_as_before(tmp_path, overfitting):
     assert len(records(tmp_path / "run")) == 10
 
 
-def test_a_sweep_selects_by_validation(tmp_path):
+def test_sweep_selects_by_validation(tmp_path):
     """The first point is best on test data, and the second on validation."""
     points = {}
     for value, test, validation in ((0.1, 0.9, 0.3), (0.2, 0.5, 0.8)):
@@ -461,7 +461,7 @@ def test_a_sweep_selects_by_validation(tmp_path):
     assert sentence in report.sweep_table(found).caption
 
 
-def test_a_sweep_without_validation_selects_on_test_data(tmp_path):
+def test_sweep_without_validation_selects_on_test_data(tmp_path):
     points = {
         (value,): [make(tmp_path / str(value), method="local", top=value, clients=2)]
         for value in (0.4, 0.9)
@@ -473,7 +473,7 @@ def test_a_sweep_without_validation_selects_on_test_data(tmp_path):
     assert "The point was selected on test data. This score is optimistic" in page
 
 
-def test_the_command_holds_out_validation_samples_in_every_run(tmp_path):
+def test_command_holds_out_validation_samples_in_every_run(tmp_path):
     command = ["sweep", "local", "lr=0.1,0.01", "--rounds", "1", "--clients", "2", "--models",
                "mlp", "--set", "max-samples=100", "--backend", "inline"]  # fmt: skip
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "sweep")])

@@ -272,7 +272,7 @@ def test_excess_features_are_dropped_at_random(tmp_path):
 def test_cvae_uses_the_threads_of_the_run(tmp_path):
     server = Server(velo(), tmp_path)
     for round in (1, 2):
-        replies = server.answers(server.ask(round))
+        replies = server.train(server.instruct(round))
         torch.set_num_threads(2)
         server.flower.aggregate_fit(round, replies, [])
         assert torch.get_num_threads() == server.strategy.run.engine.threads == 1
@@ -458,7 +458,7 @@ def test_velo_equals_felo_before_the_first_training(tmp_path):
         for round in (1, 2):
             server.play(round)
             server.close(round)
-        sent[method] = instruction_of(server.ask(3)[0]).tensors
+        sent[method] = instruction_of(server.instruct(3)[0]).tensors
     assert sent["felo"].keys() == sent["velo"].keys()
     for name, value in sent["felo"].items():
         ours = sent["velo"][name]

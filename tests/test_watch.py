@@ -117,7 +117,7 @@ def test_status_shows_the_newest_run(tmp_path, monkeypatch, capsys):
     assert "empty: no run found" in call(monkeypatch, capsys, "status", "empty")[1].err
 
 
-def test_a_servers_status_needs_its_authority(monkeypatch, capsys):
+def test_servers_status_needs_its_authority(monkeypatch, capsys):
     code, said = call(monkeypatch, capsys, "status", "server:9093")
     assert code == 2
     assert "--ca" in said.err
@@ -183,7 +183,7 @@ def test_page_is_rebuilt_only_if_its_run_changed(runs, monkeypatch):
         assert len(made) == 4
 
 
-def test_a_run_that_cannot_be_read_is_listed_with_the_reason(runs):
+def test_run_that_cannot_be_read_is_listed_with_the_reason(runs):
     (runs / "felo-0" / "metrics.jsonl").write_text("{}\n{}\n")
     with serve(runs) as address:
         assert "metrics.jsonl: line 1" in get(address, "/")[1]
@@ -197,7 +197,7 @@ def test_occupied_port_raises(runs):
 
 
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
-def test_a_page_follows_its_run(runs, browser):  # noqa: F811
+def test_page_follows_its_run(runs, browser):  # noqa: F811
     path = runs / "felo-0"
     rows = lines_of(path)
     (path / "summary.json").unlink()
@@ -245,7 +245,7 @@ def test_runs_are_filtered_selected_and_compared(runs, browser):  # noqa: F811
         tab.close()
 
 
-def test_a_run_whose_name_is_not_utf_8_is_listed_compared_and_reported(tmp_path, call):
+def test_run_whose_name_is_not_utf_8_is_listed_compared_and_reported(tmp_path, call):
     """A directory name consists of bytes, and may come from a system with another encoding."""
     for name in (b"r\xff", b"s\xe9t"):
         os.rename(make(tmp_path / "run"), os.fsencode(tmp_path) + b"/" + name)

@@ -105,7 +105,7 @@ def test_held_weights_are_not_sent_again(tmp_path):
     server = Server(encoded(), tmp_path)
     server.play(1)
     server.close(1)
-    for proxy, ins in server.ask(2):
+    for proxy, ins in server.instruct(2):
         assert sum(map(len, ins.parameters.tensors)) < 1000
         weights = received(proxy, ins).group("weights")
         assert weights.keys() == server.strategy.averaged["weights"].keys()
@@ -117,7 +117,7 @@ def test_held_weights_are_not_sent_again(tmp_path):
 def test_server_tracks_decoded_weights_of_each_client(encoding, tmp_path):
     server = Server(encoded("felo", encoding), tmp_path)
     for number in (1, 2, 3):
-        instructions = server.ask(number)
+        instructions = server.instruct(number)
         for proxy, ins in instructions:
             kept = server.flower.state.calls.sent(proxy.name, number)[0]
             came = received(proxy, ins).tensors
@@ -127,7 +127,7 @@ def test_server_tracks_decoded_weights_of_each_client(encoding, tmp_path):
                 continue
             assert kept.tensors.keys() == came.keys()
             assert all(kept.tensors[n].tobytes() == v.tobytes() for n, v in came.items())
-        server.flower.aggregate_fit(number, server.answers(instructions), [])
+        server.flower.aggregate_fit(number, server.train(instructions), [])
         server.close(number)
 
 
@@ -172,9 +172,9 @@ def test_client_that_lost_its_weights_receives_full_weights(encoding, happens, t
 
 def test_reply_with_an_unknown_base_is_dropped(tmp_path):
     server = Server(encoded(), tmp_path)
-    instructions = server.ask(1)
+    instructions = server.instruct(1)
     server.flower.state.calls.close(instructions[0][0].name, 1)
-    replies = server.answers(instructions)
+    replies = server.train(instructions)
     server.flower.aggregate_fit(1, replies, [])
     failed = server.flower.state.record.failed
     assert list(failed) == [instructions[0][0].name]
@@ -188,7 +188,7 @@ def test_repeated_round_counts_the_residual_once(tmp_path):
     server = Server(encoded(encoding="top-k"), tmp_path)
     server.play(1)
     server.close(1)
-    instructions = server.ask(2)
+    instructions = server.instruct(2)
     proxy, ins = instructions[0]
 
     def played():
@@ -209,9 +209,9 @@ def test_sent_and_residual_values_sum_to_the_change(tmp_path):
     server = Server(encoded(encoding="top-k", clients=2), tmp_path)
     learned, came = {}, {}
     for number in (1, 2, 3):
-        instructions = server.ask(number)
+        instructions = server.instruct(number)
         starts = {proxy.name: received(proxy, ins).group("weights") for proxy, ins in instructions}
-        replies = server.answers(instructions)
+        replies = server.train(instructions)
         for proxy, result in replies:
             client, start = client_of(proxy), starts[proxy.name]
             find = server.flower.state.calls.bases_of(proxy.name)
