@@ -193,7 +193,7 @@ class Server:
         replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in instructions]
         for _, result in replies:
             if isinstance(stored := result.parameters, SpooledPayload):
-                stored.tensors = stored.read().tensors
+                stored.tensors = stored.read_parameters().tensors
         return replies
 
 

@@ -43,7 +43,7 @@ class CutOff(Notices):
         super().__init__()
         self.round, self.moment = round, moment
 
-    def round_started(self, number, sampled):
+    def round_started(self, number, asked):
         if (number, self.moment) == (self.round, "before"):
             raise CutError
 
