@@ -360,7 +360,9 @@ def paired_legend(comparison: Comparison) -> str:
 def comparison_table(comparison: Comparison) -> Blocks:
     """Build the terminal table of a comparison, with its legend and notes as the caption."""
     lines = map(printable, (table_legend(comparison), *comparison.notes))
-    title = f"last round: {' '.join(comparison.headline)}"
+    metric = comparison.metric
+    named = "" if metric.name == ACCURACY else f", {metric.title}"
+    title = f"last round{named}: {' '.join(comparison.headline)}"
     return Blocks(comparison_cells(comparison), title, "\n".join(lines))
 
 
