@@ -788,7 +788,7 @@ def test_site_faults(tmp_path: Path) -> None:
         return str(caught.value)
 
     absent = tmp_path / "absent"
-    assert site_fault(absent) == f"{absent}: directory not found (data of north)"
+    assert site_fault(absent) == f"{absent}: file or directory not found (data of north)"
     assert f"{tmp_path / 'train.npz'}: file not found" in site_fault(tmp_path)
     assert "models.num-classes must be the number of classes, at least 2, got 0" in site_fault(
         tmp_path, 0

@@ -262,7 +262,7 @@ def site_data(
     """
     root, is_classification = directory_of(dataset, spec), find_task(spec.task) is Classification
     if root is not None and not root.is_dir():
-        raise DataError(f"{root}: directory not found (data of {name})")
+        raise DataError(f"{root}: file or directory not found (data of {name})")
     if classes < 2 and is_classification:
         raise DataError(
             f"{dataset}: models.num-classes must be the number of classes, at least 2, got "

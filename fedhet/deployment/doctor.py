@@ -189,7 +189,7 @@ def _undeclared(dataset: str) -> Iterator[Finding]:
         text = "needs no declaration, because the site has neither 'privacy' nor 'peers'"
         yield ok("data", f"{dataset} {text}")
     else:
-        yield error("data", f"{directory}: directory not found")
+        yield error("data", f"{directory}: file or directory not found")
 
 
 def _declared(
