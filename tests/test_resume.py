@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,11 @@ from interruption import (
 from fedhet.base.errors import StateError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import dataset_digest
+from fedhet.data.store import load as load_digits
+from fedhet.inference.api import load
+from fedhet.inference.client import open_models
 from fedhet.methods.registry import method_names
 from fedhet.methods.spec import COMMON_METRICS
 from fedhet.report import load_run
@@ -398,3 +404,121 @@ def test_options_that_contradict_resume_raise(tmp_path):
     output, _ = both.communicate(timeout=120)
     assert both.returncode == 2
     assert "cannot be combined with" in output
+
+
+# --- data that changes, or is read from another directory -------------------------------------
+
+
+def table(path, rows, seed=0):
+    """Write a table with the classes "no" and "yes"."""
+    draws = np.random.default_rng(seed).normal(size=(rows, 3))
+    lines = [f"{a:.4f},{b:.4f},{'yes' if a + c / 5 > 0 else 'no'}" for a, b, c in draws]
+    path.write_text("\n".join(["a,b,outcome", *lines]) + "\n")
+    return path
+
+
+def on_table(place, **changes):
+    """Return settings of a run on a table."""
+    own = {"data.dataset": f"table:{place}", "data.target": "outcome", "models.pool": "mlp"}
+    return small("fedavg", **{**own, "clients": 2, "rounds": 3, "data.max-samples": 0, **changes})
+
+
+def readers(directory, config):
+    """Return functions that read the data of a run again."""
+    result = load(directory)
+    return {
+        "resume": lambda: run(resumed(config, directory), directory),
+        "test": lambda: result.test("client-0"),
+        "common": lambda: result.test(),
+        "confusion": lambda: result.confusion("client-1"),
+        "scores": lambda: open_models(directory, "client-0").scores(),
+        "state": lambda: open_models(directory / "state", "client-0").scores(),
+        "server": lambda: open_models(directory, "server").confusion(protocol="common"),
+    }
+
+
+@pytest.mark.parametrize("change", ["more", "fewer", "value", "order"])
+def test_changed_data_of_a_run_is_not_read_again(tmp_path, change):
+    (tmp_path / "data").mkdir()
+    table(tmp_path / "data" / "test.csv", 30, seed=1)
+    path = table(tmp_path / "data" / "train.csv", 80)
+    config = on_table(tmp_path / "data")
+    with pytest.raises(CutError):
+        run(config, tmp_path / "run", [CutOff(2, "after")])
+    head, *rows = path.read_text().splitlines()
+    changed = {
+        "more": [*rows, rows[0]],
+        "fewer": rows[:-1],
+        "value": [*rows[:-1], f"1{rows[-1].lstrip('-')}"],
+        "order": rows[::-1],
+    }
+    path.write_text("\n".join([head, *changed[change]]) + "\n")
+    calls = readers(tmp_path / "run", config)
+    for call in calls.values():
+        with pytest.raises(
+            StateError, match=r"data\.dataset = 'table:.*/data': .*Restore the data, or start a new"
+        ):
+            call()
+    path.write_text("\n".join([head, *rows]) + "\n")
+    for call in calls.values():
+        call()
+
+
+def test_a_run_without_a_digest_reads_its_data_as_before(tmp_path):
+    path = table(tmp_path / "t.csv", 80)
+    config = on_table(path)
+    run(config, tmp_path / "run")
+    recorded = tmp_path / "run" / "partition.json"
+    content = json.loads(recorded.read_text())
+    del content["digest"], content["places"]
+    recorded.write_text(json.dumps(content))
+    table(path, 90)
+    assert len(load(tmp_path / "run").test("client-0").y)
+
+
+def test_the_digest_covers_every_sample_label_and_owner():
+    dataset = load_digits(DataSpec(max_samples=60, max_test_samples=20))
+    digest = dataset_digest(dataset)
+    assert dataset_digest(load_digits(DataSpec(max_samples=60, max_test_samples=20))) == digest
+    for part in ("train", "test"):
+        split = getattr(dataset, part)
+        for name in "xy":
+            values = getattr(split, name).clone()
+            values[-1] = values[-1] + 1
+            other = replace(dataset, **{part: replace(split, **{name: values})})
+            assert dataset_digest(other) != digest, (part, name)
+    assert dataset_digest(replace(dataset, test=None)) != digest
+    owners = [np.arange(len(dataset.train)) % 3, np.arange(len(dataset.train)) % 2]
+    digests = {dataset_digest(replace(dataset, groups=each)) for each in owners}
+    assert len(digests | {digest}) == 3
+
+
+def test_a_run_reads_its_own_data_from_any_directory(tmp_path, monkeypatch):
+    """A file of the same name is in the other directory."""
+    for name, rows in {"first": 80, "second": 60}.items():
+        (tmp_path / name).mkdir()
+        table(tmp_path / name / "t.csv", rows, seed=rows)
+    monkeypatch.chdir(tmp_path / "first")
+    config = on_table("t.csv")
+    with pytest.raises(CutError):
+        run(config, tmp_path / "run", [CutOff(2, "after")])
+    wanted = {name: load(tmp_path / "run").test(name) for name in ("client-0", "client-1")}
+    (tmp_path / "none").mkdir()
+    for other in ("second", "none"):
+        monkeypatch.chdir(tmp_path / other)
+        for name, split in wanted.items():
+            found = load(tmp_path / "run").test(name)
+            assert (found.x == split.x).all()
+            assert (found.y == split.y).all()
+        assert load(tmp_path / "run").confusion("client-0").to_numpy().sum() == len(
+            wanted["client-0"].y
+        )
+    saved = (tmp_path / "run" / "config.toml").read_text()
+    run(resumed(config, tmp_path / "run"), tmp_path / "run")
+    assert len(records(tmp_path / "run")) == 3
+    assert (tmp_path / "run" / "config.toml").read_text() == saved
+    with pytest.raises(StateError, match="already complete"):
+        run(resumed(on_table(tmp_path / "first" / "t.csv"), tmp_path / "run"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "second")
+    with pytest.raises(StateError, match=r"'data\.dataset'"):
+        run(resumed(on_table(tmp_path / "second" / "t.csv"), tmp_path / "run"), tmp_path / "run")

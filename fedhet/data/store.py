@@ -62,6 +62,8 @@ from fedhet.wire.identity import client_name
 
 T = TypeVar("T")
 LOG = logging.getLogger("fedhet")
+MAX_DIGESTED = 2**29
+"""Maximum number of bytes of samples in the digest of a dataset."""
 MAX_NAMED = 10
 """Maximum number of owners named in a message."""
 
@@ -73,23 +75,24 @@ class RunData:
     clients that it trains.
     """
 
-    def __init__(self, spec: DataSpec, shared: Path | None = None) -> None:
+    def __init__(self, spec: DataSpec, shared: Path | None = None, digest: str = "") -> None:
         """Create the store without reading any data.
 
         Args:
             spec: Data settings of the run.
             shared: Directory from which to map the data. Another process must write the data there
                 with `share` before the first access.
+            digest: Digest of the dataset with which the run started, or "" if it is unknown.
         """
         self.spec = spec
-        self._shared = shared
+        self._shared, self._digest = shared, digest
         self._parts: dict[str, Any] = {}
         self._lock = threading.RLock()
 
     @classmethod
-    def for_run(cls, run: RunSettings, shared: Path | None = None) -> RunData:
+    def for_run(cls, run: RunSettings, shared: Path | None = None, digest: str = "") -> RunData:
         """Create the store for a run."""
-        return cls(DataSpec.for_run(run), shared)
+        return cls(DataSpec.for_run(run), shared, digest)
 
     def forget(self) -> None:
         """Free all data; it is read again on the next access."""
@@ -98,8 +101,17 @@ class RunData:
 
     @property
     def dataset(self) -> Dataset:
-        """Decoded dataset. Raises DataError if it has fewer than two classes."""
-        return self.once("dataset", lambda: self._read_or_map(self.spec, "0"))
+        """Decoded dataset.
+
+        Raises DataError if it has fewer than two classes, and StateError if it has changed since
+        the run started, because training samples could then become test samples.
+        """
+        return self.once("dataset", self._read)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the dataset, which determines the samples of each client."""
+        return self._digest or dataset_digest(self.dataset)
 
     def partition(self) -> tuple[Index, ...]:
         """Return each client's row numbers in `dataset.train`, sorted and disjoint."""
@@ -354,6 +366,16 @@ class RunData:
         assert spec is not None
         return self.once("source", lambda: self._read_or_map(spec, "1", min_classes=1))
 
+    def _read(self) -> Dataset:
+        dataset = self._read_or_map(self.spec, "0")
+        if self._digest and dataset_digest(dataset) != self._digest:
+            raise StateError(
+                f"data.dataset = {self.spec.dataset!r}: the data has changed since the run "
+                "started, so its clients would get other training and test samples. Restore the "
+                "data, or start a new run."
+            )
+        return dataset
+
     def _read_or_map(self, spec: DataSpec, name: str, *, min_classes: int = 2) -> Dataset:
         if self._shared is None or not _is_copied(spec):
             return load(spec, min_classes=min_classes)
@@ -529,6 +551,32 @@ def check_no_overlap(public: Split, private: Split, owner: str) -> None:
             f"samples of {owner}. Use data.public-fraction to reserve a part of the clients' "
             "dataset."
         )
+
+
+def dataset_digest(dataset: Dataset) -> str:
+    """Return a digest of the samples, labels, and owners of a dataset, in order.
+
+    For samples above `MAX_DIGESTED` bytes, the digest includes only evenly spaced samples, so that
+    it takes at most about a second. Labels and numbers of samples are always included.
+    """
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(array: np.ndarray[Any, Any]) -> None:
+        step = max(1, -(-array.nbytes // MAX_DIGESTED))
+        found.update(f"{array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array[::step]).reshape(-1).view(np.uint8).data)
+
+    for split in (dataset.train, dataset.test, dataset.public):
+        found.update(b"none" if split is None else b"split")
+        if split is not None:
+            add(split.x.numpy())
+            add(split.y.numpy())
+    for rows in (dataset.groups, dataset.subclasses):
+        found.update(b"none" if rows is None else b"rows")
+        if rows is not None:
+            add(rows)
+    found.update(repr((dataset.parts, dataset.group_names, dataset.format.classes)).encode())
+    return found.hexdigest()
 
 
 def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:

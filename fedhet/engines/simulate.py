@@ -47,7 +47,7 @@ from fedhet.engines.gpu_memory import (
 from fedhet.learning.devices import compute_for, find_device, resolve_precision
 from fedhet.models import Refitted, assign, build_any, is_user_model
 from fedhet.models.libraries import check_weights, is_pretrained
-from fedhet.runs.directory import BASELINE
+from fedhet.runs.directory import BASELINE, check_same, data_places, open_data, with_places
 from fedhet.runs.log import Watcher
 from fedhet.runs.measures import reset_peak_memory
 from fedhet.runs.units import plural
@@ -118,7 +118,9 @@ def _trained(
     watchers = tuple(watchers)
     show_waiting(watchers, f"reading {config.run.data.dataset} and splitting it among the clients")
     config = resolve_auto(config, directory)
-    data = RunData.for_run(config.run)
+    if config.run.resume and (directory / "config.toml").exists():
+        check_same(config, directory)  # Other settings of the data would also change its digest.
+    data = open_data(config, directory)
     # Before Ray starts, let `check` report or download missing files.
     for name in filter(is_pretrained, config.run.models.pool):
         check_weights(name)
@@ -156,6 +158,8 @@ def _trained(
             "counts": data.label_counts(),
             "owners": data.owners(),
             "test_samples": data.test_samples(),
+            "digest": data.digest,
+            "places": data_places(config),
         }
         write_text(directory / "partition.json", json.dumps(partition))
         if config.run.privacy.secure_aggregation:
@@ -226,7 +230,8 @@ def resolve_auto(config: Config, directory: Path) -> Config:
     """Replace `auto` in the engine settings with values for this machine.
 
     A resumed run keeps the values in its config.toml, which were chosen on the machine where the
-    run started. A run can thus be repeated or resumed on another machine.
+    run started. A run can thus be repeated or resumed on another machine. It also keeps the place
+    of its data, so that it can be resumed from another working directory.
     """
     config_file = directory / "config.toml"
     if not (config.run.resume and config_file.exists()):
@@ -236,6 +241,7 @@ def resolve_auto(config: Config, directory: Path) -> Config:
         value = saved.get(f"engine.{name.replace('_', '-')}")
         if getattr(config.run.engine, name) == "auto" and value is not None:
             changes[name] = value
+    config = with_places(config, directory)
     return config.replacing(engine=config.run.engine.model_copy(update=changes))
 
 

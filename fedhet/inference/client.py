@@ -64,7 +64,13 @@ from fedhet.models import (
     evaluate_models,
     load_weights,
 )
-from fedhet.runs.directory import read_records, read_run_name, read_validated
+from fedhet.runs.directory import (
+    open_data,
+    read_records,
+    read_run_name,
+    read_validated,
+    with_places,
+)
 from fedhet.runs.measures import best_round, by_score_key
 from fedhet.runs.records import COMMON, MAX_ROUNDS, NAN, Headline, Origin
 from fedhet.runs.storage import CHECKPOINTS, Checkpoint, Checkpoints, ClientStore
@@ -509,7 +515,7 @@ class TrainedServer(TrainedClient):
     def _tests(self) -> Mapping[str, Split]:
         check_trusted(self.record.settings, self._trust, self._server.directory)
         client = self._client.samples.info
-        data = RunData.for_run(self.config.run)
+        data = open_data(self.config, self._server.directory)
         common = data.common_test_of(client.kind, client.shape, client.order)
         if common is None:
             raise DataError(f"{self._server.directory}: no common test set")
@@ -715,7 +721,8 @@ def open_client(
     settings = {k: v for k, v in record.settings.items() if k not in DATASETS}
     check_trusted(settings, trust, store.folder / FILE)
     config = record.config()
-    node = record.node(config, store.root)
+    run_directory = store.root.parent if store.root.name == STATE else root
+    node = record.node(config, store.root, data=open_data(config, run_directory))
     round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())
     try:
@@ -756,7 +763,8 @@ def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRe
     if store.client not in names:
         raise StateError(f"{directory / 'config.toml'}: client '{store.client}' not found")
     partition = {"partition-id": names.index(store.client), "num-partitions": clients}
-    node = read_node({**partition, "device": "cpu"}, config.run, str(store.root))
+    data = open_data(config, directory)
+    node = read_node({**partition, "device": "cpu"}, config.run, str(store.root), data)
     record: ClientRecord = config.method.client(config, node).record(store.run)
     return record
 
@@ -823,10 +831,13 @@ def best_round_of(directory: Path, trust: str = "") -> int:
 
 
 def _config_of(directory: Path, trust: str) -> Config:
-    """Read the settings of a run. Raises SettingsError if they would import untrusted code."""
+    """Read the settings of a run, with absolute paths of its data.
+
+    Raises SettingsError if the settings would import untrusted code.
+    """
     settings = read_toml(directory / "config.toml")
     check_trusted(settings, trust, directory / "config.toml")
-    return resolve(settings)
+    return with_places(resolve(settings), directory)
 
 
 def _stores(directory: Path) -> Iterator[ClientStore]:
@@ -874,7 +885,7 @@ def read_test(directory: Path, client: str | None, *, trust: str = "") -> Labele
             "at a site with its state directory and its own files, as with `fedhet predict`."
         )
     config = _config_of(directory, trust)
-    data = RunData.for_run(config.run)
+    data = open_data(config, directory)
     if client is None:
         if (split := data.common_test) is None:
             raise DataError(f"{directory}: no common test set. Pass a client, such as client-0.")

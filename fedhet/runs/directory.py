@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -29,14 +29,15 @@ from fedhet.base.disk import (
 )
 from fedhet.base.errors import StateError, error_reason
 from fedhet.base.metrics import metric_of
-from fedhet.config.sources import read_toml
+from fedhet.config.sources import DATASETS, read_toml
 from fedhet.runs.measures import selection_means
-from fedhet.runs.records import Headline, Origin, RoundRecord, Summary
+from fedhet.runs.records import Headline, Origin, Partition, RoundRecord, Summary
 from fedhet.settings.run import ENDS, PLACE, where_it_ran
 from fedhet.wire.identity import is_name
 
 if TYPE_CHECKING:
     from fedhet.config.resolve import Config
+    from fedhet.data.store import RunData
 
 T = TypeVar("T")
 BASELINE = "baseline"
@@ -238,6 +239,65 @@ def is_locked(directory: Path) -> bool:
     return False
 
 
+def open_data(config: Config, directory: Path) -> RunData:
+    """Return the data of the run in `directory`, which must not have changed since the run started.
+
+    Reading changed data raises StateError. A new run has no recorded data, and neither has a run of
+    an older version.
+    """
+    from fedhet.data.store import RunData  # Import lazily, because it imports PyTorch.
+
+    recorded = read_if_exists(directory / "partition.json", Partition)
+    return RunData.for_run(config.run, digest=recorded.digest if recorded else "")
+
+
+def with_places(config: Config, directory: Path) -> Config:
+    """Return `config` with the absolute paths of the data with which the run started.
+
+    A relative path belongs to the directory in which the run started. If the data is no longer at
+    its recorded place, for example because it has moved together with the run, `config` is returned
+    unchanged.
+    """
+    from fedhet.data.sources import paths_of
+
+    here, given = data_places(config), config.flat()
+    recorded = {
+        name: place
+        for name, place in _recorded_places(directory).items()
+        if name in here and given[name] != here[name] != place
+    }
+    found = _with_data(config, recorded) if recorded else config
+    return found if all(path.exists() for path in paths_of(found.run.data)) else config
+
+
+def with_given_places(config: Config, directory: Path) -> Config:
+    """Return `config` with the paths of the data as in config.toml, if they are the same places."""
+    recorded, here = _recorded_places(directory), data_places(config)
+    saved = read_toml(directory / "config.toml")
+    same = {
+        name: saved[name] for name in here if name in saved and recorded.get(name) == here[name]
+    }
+    return _with_data(config, same)
+
+
+def _recorded_places(directory: Path) -> Mapping[str, str]:
+    recorded = read_if_exists(directory / "partition.json", Partition)
+    return recorded.places if recorded else {}
+
+
+def _with_data(config: Config, places: Mapping[str, object]) -> Config:
+    table = {name.partition(".")[2].replace("-", "_"): place for name, place in places.items()}
+    return config.replacing(data=config.run.data.model_copy(update=table))
+
+
+def data_places(config: Config) -> dict[str, str]:
+    """Return the absolute values of the settings that locate the data, by name."""
+    from fedhet.config.resolve import absolute  # Import lazily, because it imports PyTorch.
+
+    values = absolute(config).flat()
+    return {name: str(values[name]) for name in (*DATASETS, "data.data-dir")}
+
+
 def check_same(config: Config, directory: Path) -> None:
     """Check that `config` can resume the run in `directory`. Raises StateError if it cannot.
 
@@ -259,7 +319,8 @@ def is_complete(config: Config, directory: Path) -> bool:
     if not (directory / "config.toml").exists():
         return False
     saved = read_toml(directory / "config.toml")
-    current = {name: value for name, value in config.flat().items() if name not in PLACE}
+    flat = with_given_places(config, directory).flat()
+    current = {name: value for name, value in flat.items() if name not in PLACE}
     for name in sorted(current.keys() | saved.keys(), key=lambda name: (name != "method", name)):
         if current.get(name) != saved.get(name) and name not in where_it_ran() | ENDS:
             raise StateError(

@@ -55,6 +55,7 @@ from fedhet.runs.directory import (
     read_validated,
     record_line,
     summary_text,
+    with_given_places,
 )
 from fedhet.runs.measures import (
     best_round,
@@ -223,7 +224,8 @@ class RunLog:
             self._seconds.add(record.seconds)
         self._earlier = self._seconds.total
         old_rounds = read_toml(self.directory / "config.toml").get("rounds")
-        write_text(self.directory / "config.toml", self.config.to_toml())
+        text = with_given_places(self.config, self.directory).to_toml()
+        write_text(self.directory / "config.toml", text)
         Folder(self.directory).remove(["summary.json", "confusion.json"])
         self.notice(f"resuming after round {self.done} of {self.config.run.rounds}")
         schedule = self.config.run.training.follows_rounds

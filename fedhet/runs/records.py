@@ -407,7 +407,7 @@ class Origin(BaseModel):
 
 
 class Partition(BaseModel):
-    """Number of samples per class and client, and the clients' owners (partition.json)."""
+    """Samples of the clients by class, their owners, and facts of the dataset (partition.json)."""
 
     model_config = READING
 
@@ -418,6 +418,10 @@ class Partition(BaseModel):
     test_samples: dict[Text, Count] = {}
     """Number of test samples by protocol; for "personal" and "validation", the sum over all
     clients."""
+    digest: Text = ""
+    """Digest of the dataset (see `RunData.digest`), or "" if an older version wrote the file."""
+    places: dict[Text, Text] = {}
+    """Absolute values of the settings that locate the data, such as `data.dataset`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
