@@ -178,6 +178,10 @@ UNCLEAR = {
     "codes": (["1", "2", "X"], 'type = "number"'),
     "words with digits": (["w1", "w2", "w3"], 'type = "category"'),
     "two spellings": (["Yes", "no", "YES"], 'values = ["YES", '),
+    "a comma and a marker": (
+        ["84,9", "k.A.", "82,0", "7,5"],
+        'type = "number", decimal = ",", missing = ["k.A."]',
+    ),
     "two minus signs": (["-1", "\N{MINUS SIGN}1", "a"], 'values = ["-1"'),
     "an abbreviation": (["yes", "n", "no"], 'values = ["n", '),
     "many words": ([f"{chr(97 + k % 26)}{chr(97 + k // 26)}" for k in range(201)], '"ignore"'),

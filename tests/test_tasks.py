@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -748,6 +749,49 @@ def test_tiny_error_is_not_shown_as_zero(tmp_path):
     assert f"mean RMSE (personal, private) {expected['mean']:#.4g}" in status.description
     page = render_run(report.load_run(tmp_path / "run"))
     assert f'<div class="number">{expected["mean"]:#.4g}</div>' in page
+
+
+def test_the_command_in_the_error_of_a_decimal_comma_leads_to_a_dataset(tmp_path, call):
+    rows = [f'{k % 7},{"ab"[k % 2]},{"xyz"[k % 3]},"{k},5"' for k in range(60)]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["age,ward,site,stay", *rows]) + "\n")
+    given = spec(dataset=f"table:{path}", by="site", clients=3)
+    with pytest.raises(DataError, match=r"row 1, column 'stay': '0,5' is not a number") as error:
+        _ = RunData(given).dataset
+    assert "the '?' of [targets.stay] in schema.toml" in str(error.value)
+    declaration = 'type = "number", decimal = ","'
+    assert declaration in error.value.__notes__[0]
+    _, *command = shlex.split(re.search("Run `(.*?)`", str(error.value))[1])
+    _, said, _ = call(*command)
+    assert "Replace each '?'" in said
+    schema = (tmp_path / "schema.toml").read_text()
+    assert re.search(rf"\[targets.stay\]\ntype = \"\?\"\n# .*{declaration}", schema)
+    with pytest.raises(DataError, match="type must not be '\\?', got it for 'stay'"):
+        _ = RunData(given).dataset
+    (tmp_path / "schema.toml").write_text(
+        schema.replace('type = "?"', declaration.replace(", ", "\n"))
+    )
+    call(*command)
+    assert read_schema(tmp_path / "schema.toml").targets[0].is_fitted
+    dataset = RunData(given).dataset
+    assert dataset.format.task.means[0] == pytest.approx(30.0)
+    assert [column.name for column in dataset.format.schema.columns] == ["age", "ward"]
+
+
+@pytest.mark.parametrize(
+    ("task", "fix"),
+    [
+        ("regression", r"Use \[targets\.stay\] instead"),
+        ("classification", r"List its classes or labels in classes"),
+    ],
+)
+def test_a_target_among_the_columns_of_a_schema_raises(tmp_path, task, fix):
+    path = tmp_path / "schema.toml"
+    path.write_text(
+        f'target = "stay"\ntask = "{task}"\n[columns.stay]\ntype = "number"\ndecimal = ","\n'
+    )
+    with pytest.raises(DataError, match=rf"schema.toml: columns.stay: .*got the target\. {fix}"):
+        read_schema(path)
 
 
 @pytest.mark.parametrize(

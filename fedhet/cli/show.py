@@ -200,10 +200,11 @@ def schema_command(
     Replace it, and run the command again. All sites of a deployment use the same schema.
     """
     from fedhet.base.disk import write_text
+    from fedhet.data.columns import describe_unclear
     from fedhet.data.rows import read_table
     from fedhet.data.schemas import SCHEMA, read_schema
     from fedhet.data.spec import DataSpec
-    from fedhet.data.tables import comments, infer_schema
+    from fedhet.data.tables import infer_schema
     from fedhet.data.targets import array_table, infer_targets
     from fedhet.settings.schema import build
 
@@ -219,21 +220,19 @@ def schema_command(
     if declared:
         settings |= {"target": declared.target, "task": declared.task}
     spec = build(DataSpec, settings, prefix="data.")
-    unclear: list[str] = []
-    lines: dict[str, str] = {}
     if table.suffix == ".npz":
         # This module imports PyTorch, which the schema of a table does not need.
         from fedhet.data.sources.files import read_arrays
 
         rows = array_table(read_arrays(table, ("y",), spec)["y"], table, spec)
         schema = infer_targets(rows, spec, say, declared)
-    elif targets_only:
-        schema = infer_targets(read_table(table, spec), spec, say, declared)
     else:
         rows = read_table(table, spec)
-        schema = infer_schema(rows, spec, say, declared, draft=True)
-        unclear = [column.name for column in schema.columns if column.type == "?"]
-        lines = comments(rows, unclear)
+        infer = infer_targets if targets_only else infer_schema
+        schema = infer(rows, spec, say, declared, draft=True)
+    every = (*schema.targets, *schema.columns)
+    unclear = [column.name for column in every if column.type == "?"]
+    lines = describe_unclear(rows, unclear)
     write_text(out, schema.to_toml(lines))
     features = [column for column in schema.columns if column.type not in ("?", "ignore")]
     say(

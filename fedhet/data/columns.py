@@ -7,6 +7,7 @@ dates. A schema is read strictly: a value that does not have the declared form i
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedhet.base.errors import DataError
+from fedhet.base.errors import DataError, one_line
 from fedhet.data.rows import MISSING, UNNAMED, Table, Values
 
 Numbers = npt.NDArray[np.float64]
@@ -380,18 +381,32 @@ def suggest(name: str, table: Table) -> tuple[str, list[dict[str, Any]]]:
     ]
     if fits:
         return examples, fits
-    numbers = Column(name=name, type="number").numbers(given)
-    odd = [text for text, number in zip(present, numbers, strict=True) if math.isnan(number)]
-    if len(odd) <= 5 and 2 * len(odd) < len(present):
-        first = next(text for text in present if text not in odd)
-        examples = ", ".join(repr(text[:40]) for text in [*odd, first])
-        return examples, [{"type": "number", "missing": odd}]
+    for fields in ({"type": "number"}, *tried):  # A few values may mark missing values.
+        numbers = Column(name=name, **fields).numbers(given)
+        odd = [text for text, number in zip(present, numbers, strict=True) if math.isnan(number)]
+        if len(odd) <= 5 and 2 * len(odd) < len(present):
+            first = next(text for text in present if text not in odd)
+            examples = ", ".join(repr(text[:40]) for text in [*odd, first])
+            return examples, [{**fields, "missing": odd}]
     words, fault = find_categories(present)
     if len(words) > MAX_CATEGORIES:
         return examples, [{"type": "ignore"}]
     if fault:
         return f"{examples}; {fault}", [{"type": "category", "values": list(words)}]
     return examples, [{"type": "category"}]
+
+
+def describe_unclear(table: Table, names: Iterable[str]) -> dict[str, str]:
+    """Return a line for each column of an unclear type: its values, and types that may be right."""
+    lines = {}
+    for name in names:
+        examples, fits = suggest(name, table)
+        types = " or ".join(
+            ", ".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in each.items())
+            for each in fits
+        )
+        lines[name] = one_line(f"{name!r} contains {examples}. For example: {types}")
+    return lines
 
 
 def may_identify(column: Column, values: Values) -> bool:

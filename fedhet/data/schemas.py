@@ -122,6 +122,11 @@ class TableSchema(BaseModel):
         return self
 
 
+def toml_key(name: str) -> str:
+    """Return a column's name as a key in TOML, in quotation marks if necessary."""
+    return tomli_w.dumps({name: 0}).removesuffix(" = 0\n")
+
+
 def read_schema(path: Path) -> TableSchema:
     """Read a schema file. Raises DataError if it is unreadable or invalid."""
     try:
@@ -137,6 +142,17 @@ def read_schema(path: Path) -> TableSchema:
             for each in error.errors()
         )
         raise DataError(f"{path}: {'; '.join(faults)}") from None
+    targets = {schema.target, *(name.strip() for name in schema.target.split(","))}
+    for column in schema.columns:
+        if column.name in targets:
+            if schema.task_object.targets == "numbers":
+                fix = f"Use [targets.{toml_key(column.name)}] instead."
+            else:
+                fix = "List its classes or labels in classes."
+            raise DataError(
+                f"{path}: columns.{toml_key(column.name)}: expected a feature column, got the "
+                f"target. {fix}"
+            )
     unclear = [column.name for column in (*schema.columns, *schema.targets) if column.type == "?"]
     if unclear:
         raise DataError(

@@ -6,20 +6,19 @@ columns of an unclear type are an error that names the command to write a schema
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedhet.base.errors import DataError, one_line
-from fedhet.data.columns import infer_column, may_identify, suggest
+from fedhet.data.columns import describe_unclear, infer_column, may_identify
 from fedhet.data.dataset import Split
 from fedhet.data.rows import Table, missing_column_error
 from fedhet.data.schemas import SCHEMA, TableSchema
 from fedhet.data.spec import DataSpec, check_max_bytes
-from fedhet.data.targets import infer_targets, read_targets, target_names
+from fedhet.data.targets import infer_targets, read_targets, schema_command, target_names
 
 if TYPE_CHECKING:
     import torch
@@ -54,16 +53,15 @@ def infer_schema(
             the error's notes describe each of them.
     """
     columns = declare(table, spec, declared).columns
-    targets = infer_targets(table, spec, report, declared)
+    targets = infer_targets(table, spec, report, declared, draft=draft, targets_only=False)
     if not draft and (unclear := [column.name for column in columns if column.type == "?"]):
         names = one_line(", ".join(map(repr, unclear)))
         count = "a column has" if len(unclear) == 1 else f"{len(unclear)} columns have"
         error = DataError(
-            f"{table.path}: {count} no clear type: {names}. Run `fedhet schema {table.path} "
-            f"--target {spec.target}`, and replace each '?' in {SCHEMA}, or add the columns to "
-            "data.exclude."
+            f"{table.path}: {count} no clear type: {names}. Run `{schema_command(table, spec)}`, "
+            f"and replace each '?' in {SCHEMA}, or add the columns to data.exclude."
         )
-        for comment in comments(table, unclear).values():
+        for comment in describe_unclear(table, unclear).values():
             error.add_note(comment)
         raise error
     fitted = []
@@ -91,19 +89,6 @@ def infer_schema(
             f"{table.path}: expected at least one feature column, got only {spec.target!r}"
         )
     return targets.model_copy(update={"columns": tuple(fitted)})
-
-
-def comments(table: Table, names: Iterable[str]) -> dict[str, str]:
-    """Return a line for each column of an unclear type: its values, and types that may be right."""
-    lines = {}
-    for name in names:
-        examples, fits = suggest(name, table)
-        types = " or ".join(
-            ", ".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in each.items())
-            for each in fits
-        )
-        lines[name] = one_line(f"{name!r} contains {examples}. For example: {types}")
-    return lines
 
 
 def declare(table: Table, spec: DataSpec, declared: TableSchema | None = None) -> TableSchema:

@@ -6,6 +6,7 @@ The task of a run determines the form of its targets (`Task.targets`).
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,16 @@ import numpy.typing as npt
 from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest
 from fedhet.base.metrics import MAX_LABELS
-from fedhet.data.columns import MAX_NUMBER, Column, find_categories, find_words
+from fedhet.data.columns import (
+    MAX_NUMBER,
+    Column,
+    describe_unclear,
+    find_categories,
+    find_words,
+    suggest,
+)
 from fedhet.data.rows import MISSING, Table, Values
-from fedhet.data.schemas import TableSchema
+from fedhet.data.schemas import SCHEMA, TableSchema, toml_key
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.tasks import AUTO, MAX_CLASSES, find_task
 
@@ -44,6 +52,9 @@ def infer_targets(
     spec: DataSpec,
     report: Callable[[str], object] = LOG.info,
     declared: TableSchema | None = None,
+    *,
+    draft: bool = False,
+    targets_only: bool = True,
 ) -> TableSchema:
     """Infer a schema that describes only the targets `data.target`, from all training rows.
 
@@ -52,9 +63,12 @@ def infer_targets(
         spec: Data settings.
         report: Function that is called with log lines about the targets.
         declared: Schema whose classes, scale, and notation take precedence.
+        draft: Whether to return numeric targets in another notation, with the type "?".
+        targets_only: Whether the schema of the data describes only the targets.
 
     Raises:
-        DataError: If a target is invalid.
+        DataError: If a target is invalid. If its numbers have another notation, the error's note
+            shows a declaration.
     """
     if declared is not None and declared.outputs and all(c.is_fitted for c in declared.targets):
         return declared.model_copy(update={"columns": ()})
@@ -79,7 +93,8 @@ def infer_targets(
     targets = []
     for name in names:
         column = next((c for c in declared.targets if c.name == name), None) if declared else None
-        column = column or Column(name=name, type="number")
+        if is_undeclared := column is None:
+            column = Column(name=name, type="number")
         values = table.column(name)
         absent = column.absent(values.texts)
         if absent.any():
@@ -87,11 +102,40 @@ def infer_targets(
         try:
             column = column.fit(table).model_copy(update={"optional": False})
         except DataError as error:
+            if is_undeclared and _has_notation(name, table):
+                if draft:
+                    report(f"{name}: target, no clear type")
+                    targets.append(column.model_copy(update={"type": "?"}))
+                    continue
+                fault = str(error).partition(" Correct the value")[0]
+                error = DataError(
+                    f"{fault} Run `{schema_command(table, spec, targets_only=targets_only)}`, "
+                    f"and replace the '?' of [targets.{toml_key(name)}] in {SCHEMA}."
+                )
+                error.add_note(describe_unclear(table, [name])[name])
             error.add_note("If the values are classes, set data.task to classification.")
-            raise
+            raise error from None
         report(f"{name}: target, {column.summary}")
         targets.append(column)
     return TableSchema(target=spec.target, task=task.name, targets=tuple(targets))
+
+
+def _has_notation(name: str, table: Table) -> bool:
+    """Return whether a declaration other than missing values makes a column's values numbers."""
+    return any(
+        fields["type"] == "number" and fields.keys() - {"type", "missing"}
+        for fields in suggest(name, table)[1]
+    )
+
+
+def schema_command(table: Table, spec: DataSpec, *, targets_only: bool = False) -> str:
+    """Return the command that writes the schema of a table, with the options of a run."""
+    words = ["fedhet", "schema", str(table.path), "--target", spec.target]
+    words += ["--task", spec.task] if spec.task != AUTO else []
+    excluded = [name for name in (spec.by.strip(), *spec.exclude) if name in table.columns]
+    words += ["--exclude", ",".join(excluded)] if excluded else []
+    words += ["--targets-only"] if targets_only else []
+    return shlex.join(words)
 
 
 _MISSING_TARGET = "the target is missing. Remove the row."
