@@ -105,6 +105,31 @@ def test_every_cell_of_every_table_resolves(name, tmp_path):
         assert {cell.row.name for cell in planned.cells} == {r.name for r in found.rows_in(size)}
 
 
+def test_the_caption_of_a_table_names_the_rounds_of_its_numbers():
+    """The pages, the caption, and the metrics of the cells agree for each table and size."""
+    page = " ".join(Path("docs/tables.md").read_text().split())
+    means = set(
+        re.findall(r"`([^`]+)`", re.search(r"last round, or in (.*?) to the mean", page)[1])
+    )
+    fifth, found = "mean over the last fifth of the rounds", set()
+    for name in table_names():
+        table = tomllib.loads((planning.FILES / f"{name}.toml").read_text())
+        parts = [table, *table["rows"], *table["columns"]]
+        shown = {part["metric"].split("/")[-1] == "tail" for part in parts if "metric" in part}
+        found |= {name} if shown == {True} else set()
+        assert len(shown) == 1
+        for size in table["sizes"]:
+            legend = read_table(name).legend(size)
+            assert (fifth in legend, "in the last round" in legend) == (
+                shown == {True},
+                not all(shown),
+            )
+        stated = " ".join(table.get("notes", []))
+        assert not ("in the last round" in stated and shown == {True})
+        assert not (fifth in stated and shown == {False})
+    assert found == means
+
+
 @pytest.mark.parametrize("name", table_names())
 def test_printed_numbers_have_the_unit_of_the_table(name):
     found = read_table(name)

@@ -61,10 +61,6 @@ COLUMNS = (
     "test_samples",
 )  # fmt: skip
 """Columns in the CSV file, which has one line per cell and seed."""
-LEGEND = (
-    "Mean ± standard deviation over the seeds, in the last round; the paper's numbers in "
-    "parentheses."
-)
 DIFFERENCES = (
     "Difference for the same seed: mean ± standard error over the seeds and the test samples. A "
     "comparison holds, or does not hold, if the 95 % confidence interval (Student's t) excludes "
@@ -412,7 +408,7 @@ def write_results(results: Results, out: Path) -> Path:
         about=result.about(plan.table),
         command=result.command,
         table=cells(result, plan.table),
-        legend=f"{LEGEND} {TAU}",
+        legend=f"{plan.table.legend(plan.size)} {TAU}",
         claims=claims(result) if result.comparisons else None,
         differences=DIFFERENCES,
         notes=plan.table.notes,
@@ -440,7 +436,8 @@ def write_latex(results: Results, out: Path) -> Path:
     clear = [row for row, each in enumerate(outcomes) if each in ("holds", "does not hold")]
     in_percent = plan.table.unit == "percent"
     unit = f" Accuracies are {'percentages' if in_percent else 'fractions'}."
-    caption = f"{plan.table.title}. {LEGEND} {TAU} {result.about(plan.table)}{unit}"
+    legend = f"{plan.table.legend(plan.size)} {TAU}"
+    caption = f"{plan.table.title}. {legend} {result.about(plan.table)}{unit}"
     parts = [LATEX_HEAD, captioned(tabular(cells(result, plan.table), scored), caption)]
     if result.comparisons:
         mark = f"{DIFFERENCES} {MARK}: the interval excludes zero.{unit}"
@@ -478,7 +475,7 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
         f"{escape_markdown(table.source)}. {escape_markdown(result.about(table))}\n",
         f"```bash\n{result.command}\n```\n",
         markdown(cells(result, table)),
-        f"{LEGEND} {TAU}\n",
+        f"{table.legend(result.size)} {TAU}\n",
     ]
     if result.comparisons:
         folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(result))}"

@@ -183,6 +183,28 @@ class PaperTable(_Part):
                 found += place.changes(size)
         return found
 
+    def metric_of(self, row: Row, column: Line) -> Metric:
+        """Return the metric of a cell."""
+        return row.metric or column.metric or self.metric
+
+    def legend(self, size: Size) -> str:
+        """Return a sentence about the numbers, and about the rounds to which they belong."""
+        last: list[str] = []
+        tail: list[str] = []
+        for row in self.rows_in(size):
+            metrics = [self.metric_of(row, column) for column in self.columns_in(size)]
+            is_tail = any(metric.endswith("/tail") for metric in metrics)
+            (tail if is_tail else last).append(row.name)
+        rounds = "of each run's mean over the last fifth of the rounds"
+        if not tail:
+            rounds = "in the last round"
+        elif last:
+            rounds += f" (in the last round for {', '.join(last)})"
+        return (
+            f"Mean ± standard deviation over the seeds, {rounds}; the paper's numbers in "
+            "parentheses."
+        )
+
     @model_validator(mode="after")
     def _names_are_known(self) -> PaperTable:
         rows, columns = ([line.name for line in part] for part in (self.rows, self.columns))
@@ -409,7 +431,7 @@ def plan(
         over_defaults = {"engine.samples-cap": 0.0, **(over or {})}
         values = layered(table.changes(row, column, size), over_defaults, row.method)
         runs = seeded(f"{row.name}, {column.name}", values, seeds, out)
-        metric = row.metric or column.metric or table.metric
+        metric = table.metric_of(row, column)
         cells.append(PlannedCell(row, column, metric, runs, *row.printed_in(column.name)))
     return Plan(name, table, size, tuple(seeds), tuple(cells), over or {})
 
