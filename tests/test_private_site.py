@@ -1033,7 +1033,7 @@ def test_batches_of_a_site_have_the_declared_rate_and_number(tmp_path):
 @pytest.mark.parametrize("value", ["1", "0", "-5", "2.5", "true", '"many"', "10000000000000"])
 def test_declared_number_of_rows_is_an_integer(value, tmp_path):
     folder = site(tmp_path / "site", declared=f"{DECLARED}rows = {value}\n")
-    with pytest.raises(DataError, match=r"site\.toml: rows: .*2 to 1000"):
+    with pytest.raises(SettingsError, match=r"site\.toml: rows.*2 and <= 1000"):
         Declaration.from_files(f"npz:{folder}", 10**9)
 
 

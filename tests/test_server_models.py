@@ -166,7 +166,7 @@ def test_checkpoint_suffices(runs, tmp_path, monkeypatch):
     after = open_server(tmp_path / "run", architecture="mlp")
     found = after.predict(samples_for(after.record, SCALED))
     assert (found.probabilities == before.probabilities).all()
-    assert found.format.classes == tuple(map(str, range(10)))
+    assert found.classes == tuple(map(str, range(10)))
 
 
 def test_heterofl_offers_the_full_model_and_each_width(runs):

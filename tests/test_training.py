@@ -628,3 +628,15 @@ def test_missing_compiler_raises(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SettingsError, match=r"engine\.compile"):
         compute_for(ComputeSettings(device="cpu", compile=True))
+
+
+def test_channels_last_format_applies_only_to_two_dimensional_convolutions():
+    """PyTorch rejects the format for the weights of 3D convolutions."""
+    flat, deep = nn.Conv2d(3, 4, 3), nn.Conv3d(1, 2, 3)
+    weights = [each.weight.detach().clone() for each in (flat, deep)]
+    replace(compute_for(ComputeSettings(device="cpu")), channels_last=True).place(
+        nn.ModuleList([flat, deep])
+    )
+    assert flat.weight.is_contiguous(memory_format=torch.channels_last)
+    assert deep.weight.is_contiguous()
+    assert all(map(torch.equal, (flat.weight, deep.weight), weights))

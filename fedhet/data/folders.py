@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +23,19 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, nearest, one_line
 from fedhet.data.dataset import UNKNOWN, Dataset, Format, Split
-from fedhet.data.rows import Table, Values, find_rows, missing_column_error, read_table
+from fedhet.data.rows import Table, find_rows, missing_column_error, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
-from fedhet.data.spec import DataSpec, Expected, reading
+from fedhet.data.spec import DataSpec, Expected, encode_owners, reading
 from fedhet.data.targets import infer_targets, read_targets
 from fedhet.kinds import IMAGE, Kind, Shape
-from fedhet.tasks import Classification, find_task
+from fedhet.tasks import CLASSIFICATION, Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 TRAIN, TEST, UNLABELED = "train", "test", "unlabeled"
 _UNLABELED = ("unlabeled", "unlabelled", "unsup")
 """Names that datasets give to samples without a class; they would become a class unnoticed."""
-CLASS, FOLDER = "class", "folder"
-"""Columns of a directory tree that is read as a table: the class and the owner of each file."""
+FOLDER = "folder"
+"""Value of `data.by` for a directory tree in which each owner has a directory."""
 LABEL_TABLES = {"labels": "file", "metadata": "file_name"}
 """Names of label tables, without extension, and of their columns with the path of each file."""
 PARTS = {
@@ -159,15 +159,16 @@ def _warn_once(line: str) -> None:
     LOG.warning("%s", line)
 
 
-class _Rows(NamedTuple):
-    """Paths of the samples of a part, and a table with their targets and owners."""
+class _Part(NamedTuple):
+    """Samples of a part of the data."""
 
     paths: list[str]
-    table: Table
+    y: Tensor
+    """Targets of the samples."""
+    owners: dict[str, Any]
+    """Fields of `Dataset` for the owners of the samples, or {}."""
     unlabeled: list[str]
     """Paths of the samples without a label."""
-    classes: tuple[str, ...] = ()
-    """Sorted names of the class directories."""
 
 
 @dataclass(frozen=True)
@@ -209,13 +210,18 @@ class _Tree:
         if TRAIN not in parts:
             raise DataError(f"{train}: directory not found, expected {self._layout}")
 
-    def list_samples(self, top: Path, known: Sequence[str], *, all_classes: bool) -> _Rows:
+    def list_samples(
+        self, top: Path, known: Sequence[str], *, all_classes: bool
+    ) -> tuple[_Part, tuple[str, ...]]:
         """List the samples of a part in its class directories.
 
         Args:
             top: Directory of the part.
-            known: Names of the classes; () = any name.
+            known: Names of the classes, in the order of their labels; () = any name.
             all_classes: Whether each class must have a sample.
+
+        Returns:
+            The samples, and the names of the classes, which are sorted unless they are known.
         """
         noun = self.walk.files.noun
         if self.spec.by.strip() not in ("", FOLDER):
@@ -246,9 +252,11 @@ class _Tree:
             raise DataError(f"{first[empty[0]]}: no {noun} found")
         if not names:
             raise DataError(f"{top}: no {noun} found in the class directories")
-        columns = {CLASS: Values.from_texts(names), FOLDER: Values.from_texts(owners)}
-        table = Table(top, columns, ((top, len(paths)),), self.spec, noun="sample")
-        return _Rows(paths, table, unlabeled, tuple(sorted(first)))
+        classes = tuple(known or sorted(first))
+        labels = {name: label for label, name in enumerate(classes)}
+        y = torch.tensor([labels[name] for name in names])
+        owned = encode_owners(owners) if self._by_owner else {}
+        return _Part(paths, y, owned, unlabeled), classes
 
     def _folders(self, path: Path) -> list[str]:
         """Return the names of the subdirectories. Raises DataError if there are samples."""
@@ -295,8 +303,12 @@ def _file_column(path: Path) -> str:
     return LABEL_TABLES[path.name.split(".")[0].lower()]
 
 
-def _read_label_table(path: Path, walk: Walk, spec: DataSpec) -> _Rows:
-    """Read a label table, which has a row for each sample in its directory and below."""
+def _read_label_table(path: Path, walk: Walk, spec: DataSpec) -> tuple[list[str], Table, list[str]]:
+    """Read a label table, which has a row for each sample in its directory and below.
+
+    Returns:
+        The paths of the samples, the table, and the paths of the samples without a label.
+    """
     table, top, column = read_table(path, spec), path.parent, _file_column(path)
     if column not in table.columns:
         raise missing_column_error(path, column, table.columns)
@@ -319,7 +331,7 @@ def _read_label_table(path: Path, walk: Walk, spec: DataSpec) -> _Rows:
             f"{path}: expected a row for each of the {len(present)} {walk.files.noun} in {top}, "
             f"got none for {absent[0]!r}. Add the row, or remove the file."
         )
-    return _Rows([present[key] for key in rows], table, unlabeled)
+    return [present[key] for key in rows], table, unlabeled
 
 
 def _infer_schema(path: Path, root: Path, table: Table, spec: DataSpec) -> TableSchema:
@@ -359,6 +371,7 @@ def read_folder(place: str, spec: DataSpec, files: Files) -> Dataset:
     described = [top / name for top in (root, *parts.values()) for name in _DESCRIPTIONS]
     walk = Walk(files, [*described, *tables.values()])
     tree, expected = _Tree(root, walk, spec), spec.expected or Expected()
+    schema = None
     if tables or find_task(spec.task) is not Classification:
         if root not in parts.values():
             tree.check_parts(parts)
@@ -368,57 +381,66 @@ def read_folder(place: str, spec: DataSpec, files: Files) -> Dataset:
                 f"and the targets of the {files.noun} in {top} (data.task = {spec.task!r})"
             )
         rows = {part: _read_label_table(path, walk, spec) for part, path in tables.items()}
-        schema = _infer_schema(tables[TRAIN], root, rows[TRAIN].table, spec)
+        schema = _infer_schema(tables[TRAIN], root, rows[TRAIN][1], spec)
+        classes = schema.outputs
+        samples = {
+            part: _Part(paths, read_targets(schema, table), table.owners(), unlabeled)
+            for part, (paths, table, unlabeled) in rows.items()
+        }
     else:
         tree.check_parts(parts)
-        names = expected.classes
-        if any(name.lower() in _UNLABELED for name in names):
+        if any(name.lower() in _UNLABELED for name in expected.classes):
             rule = "is reserved for the directory of samples without a class"
             raise DataError(f"{root / CLASSES_FILE}: the class name {UNLABELED!r} {rule}")
-        rows = {TRAIN: tree.list_samples(parts[TRAIN], names, all_classes=not expected.outputs)}
-        schema = TableSchema(target=CLASS, classes=names or rows[TRAIN].classes)
+        train, classes = tree.list_samples(
+            parts[TRAIN], expected.classes, all_classes=not expected.outputs
+        )
+        samples = {TRAIN: train}
         if TEST in parts:
-            rows[TEST] = tree.list_samples(parts[TEST], schema.classes, all_classes=False)
-    expected.check_outputs(len(schema.outputs), tables.get(TRAIN, root), root)
-    if TEST in rows and (unlabeled := rows[TEST].unlabeled):
+            samples[TEST], _ = tree.list_samples(parts[TEST], classes, all_classes=False)
+    expected.check_outputs(len(classes), tables.get(TRAIN, root), root)
+    if TEST in samples and (unlabeled := samples[TEST].unlabeled):
         fault = f"test {files.noun} must be labeled. Move them into {parts[TRAIN] / UNLABELED}."
         raise DataError(f"{unlabeled[0]}: {fault}")
     walk.warn(root)
-    if rows[TRAIN].unlabeled and spec.expected is None:
+    if samples[TRAIN].unlabeled and spec.expected is None:
         LOG.warning(
             "%s: %d %s without a class are used only at sites. In a simulation, data.labeled-alpha "
             "hides the labels of other samples.",
-            place, len(rows[TRAIN].unlabeled), files.noun,
+            place, len(samples[TRAIN].unlabeled), files.noun,
         )  # fmt: skip
-    return _read_samples(rows, files, spec, schema)
+    return _read_samples(samples, files, spec, classes, schema)
 
 
 def _read_samples(
-    rows: Mapping[str, _Rows], files: Files, spec: DataSpec, schema: TableSchema
+    samples: Mapping[str, _Part],
+    files: Files,
+    spec: DataSpec,
+    classes: tuple[str, ...],
+    schema: TableSchema | None,
 ) -> Dataset:
-    """Read the files and the targets of all parts."""
-    expected, train, task = spec.expected or Expected(), rows[TRAIN], schema.task_object
-    targets, owned = read_targets(schema, train.table), train.table.owners()
+    """Read the files of all parts."""
+    expected, train = spec.expected or Expected(), samples[TRAIN]
+    task = schema.task_object if schema else CLASSIFICATION
     # Draw the subset first, so that no other files are read.
-    drawn = spec.draw_samples(task.strata(targets, schema.outputs)[1])
+    drawn = spec.draw_samples(task.strata(train.y, classes)[1])
     like = expected.shape if files.kind is IMAGE and expected.shape else None
     x = files.read([train.paths[row] for row in drawn], spec, like)
+    owned = train.owners
     if owned:
-        owned["groups"] = owned["groups"][drawn]
+        owned = {**owned, "groups": owned["groups"][drawn]}
 
     def split(paths: Sequence[str], y: Tensor) -> Split:
         return Split(files.read(paths, spec, tuple(x.shape[1:])), y)
 
-    test, unlabeled = None, None
-    if TEST in rows:
-        test = split(rows[TEST].paths, read_targets(schema, rows[TEST].table))
-    if expected.reads_unlabeled and train.unlabeled:
-        unlabeled = split(train.unlabeled, torch.full((len(train.unlabeled),), UNKNOWN))
+    test, unlabeled, unread = None, None, len(train.unlabeled)
+    if TEST in samples:
+        test = split(samples[TEST].paths, samples[TEST].y)
+    if expected.reads_unlabeled and unread:
+        unlabeled, unread = split(train.unlabeled, torch.full((unread,), UNKNOWN)), 0
     stored = None if isinstance(task, Classification) else schema
-    described = Format.from_samples(
-        x, schema.outputs, files.kind, shape=files.shape(spec), schema=stored
-    )
+    described = Format.from_samples(x, classes, files.kind, shape=files.shape(spec), schema=stored)
     return Dataset(
-        spec.dataset, Split(x, targets[drawn]), test, described, unlabeled=unlabeled,
-        num_unlabeled=len(train.unlabeled), **owned,
+        spec.dataset, Split(x, train.y[drawn]), test, described, unlabeled=unlabeled,
+        num_unlabeled=unread, **owned,
     )  # fmt: skip

@@ -296,11 +296,11 @@ def site_data(
     space = tuple(range(len(described.classes)))
     if is_classification and declared is None:
         space = tuple(torch.unique(torch.cat([data.train.y, test.y])).tolist())
-    unlabeled_split, num_unused = data.unlabeled, 0 if unlabeled else data.num_unlabeled
-    if unlabeled_split is None and (num_unused or declared):
+    unlabeled_split = data.unlabeled
+    if unlabeled_split is None and (data.num_unlabeled or declared):
         unlabeled_split = train.take(torch.arange(0))
     return ClientData(
-        name, described, train, test, None, space, validation, unlabeled_split, num_unused
+        name, described, train, test, None, space, validation, unlabeled_split, data.num_unlabeled
     )
 
 

@@ -57,7 +57,10 @@ class Compute:
         """Move `module` to the device in place, set its memory format, and return it."""
         move(module, self.device)
         if self.channels_last:
-            module.to(memory_format=torch.channels_last)
+            # `Module.to` would also convert the weights of 3D convolutions, and fail.
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.ndim == 4:
+                    tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         return module
 
     def to_inputs(self, x: Tensor) -> Tensor:
