@@ -111,7 +111,8 @@ class Format:
             classes: Class names; () = as in the schema.
             kind: Kind of the samples; None = table rows if a sample has one dimension, or images.
             shape: Shape of a sample in the form of its kind; () = the shape of a row of `x`.
-            schema: Schema of the table or the targets, which also states the task.
+            schema: Schema of the table or the targets, which also states the task. If it contains
+                only classes, the format has no schema.
             task: Task without a schema, with the scale of its targets.
             scaled: Whether `x` contains float32 images that are already scaled to [-1, 1].
 
@@ -121,14 +122,12 @@ class Format:
         import torch
 
         shape = shape or tuple(x.shape[1:])
-        return cls(
-            (kind or kind_of_arrays(shape)).name,
-            shape,
-            tuple(classes) or (schema.outputs if schema else ()),
-            schema.task_object if schema else task,
-            schema,
-            "scaled" if scaled else "bytes" if x.dtype == torch.uint8 else "given",
-        )
+        if schema is not None:
+            classes, task = classes or schema.outputs, schema.task_object
+            schema = schema if schema.columns or task != CLASSIFICATION else None
+        stored: Stored = "bytes" if x.dtype == torch.uint8 else "given"
+        name, stored = (kind or kind_of_arrays(shape)).name, "scaled" if scaled else stored
+        return cls(name, shape, tuple(classes), task, schema, stored)
 
     @property
     def outputs(self) -> int:

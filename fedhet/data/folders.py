@@ -347,8 +347,6 @@ def _infer_schema(path: Path, root: Path, table: Table, spec: DataSpec) -> Table
                 f"{path}: data.target must name target columns, one or more of {', '.join(others)}"
             )
         target = others[0]
-    if declared is None and spec.expected and spec.expected.classes:
-        return TableSchema(target=target, classes=spec.expected.classes)
     return infer_targets(table, spec.replace(target=target), declared=declared)
 
 
@@ -438,8 +436,7 @@ def _read_samples(
         test = split(samples[TEST].paths, samples[TEST].y)
     if expected.reads_unlabeled and unread:
         unlabeled, unread = split(train.unlabeled, torch.full((unread,), UNKNOWN)), 0
-    stored = None if isinstance(task, Classification) else schema
-    described = Format.from_samples(x, classes, files.kind, shape=files.shape(spec), schema=stored)
+    described = Format.from_samples(x, classes, files.kind, shape=files.shape(spec), schema=schema)
     return Dataset(
         spec.dataset, Split(x, train.y[drawn]), test, described, unlabeled=unlabeled,
         num_unlabeled=unread, **owned,

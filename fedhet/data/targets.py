@@ -58,6 +58,9 @@ def infer_targets(
 ) -> TableSchema:
     """Infer a schema that describes only the targets `data.target`, from all training rows.
 
+    The classes that a site states replace the labels in its rows. If all labels of a site are
+    numbers below its number of classes, the classes are these numbers.
+
     Args:
         table: Training rows.
         spec: Data settings.
@@ -72,14 +75,21 @@ def infer_targets(
     """
     if declared is not None and declared.outputs and all(c.is_fitted for c in declared.targets):
         return declared.model_copy(update={"columns": ()})
-    task = find_task(declared.task if declared else spec.task)
+    task, expected = find_task(declared.task if declared else spec.task), spec.expected
     names = target_names(table.columns, spec.target)
+    if task.targets == "class" and declared is None and expected and expected.classes:
+        return TableSchema(target=spec.target, task=task.name, classes=expected.classes)
     if task.targets == "class":
         values = table.column(spec.target)
         for place, text in enumerate(values.texts):
             if text in MISSING:
                 raise table.error(spec.target, values.first_row(place), _MISSING_LABEL)
         where = f"{table.path}: column {spec.target!r}"
+        if expected and expected.outputs:
+            words, numbers = find_categories(values.texts)[0], map(str, range(expected.outputs))
+            if {*words} <= {*(classes := tuple(numbers))}:
+                return TableSchema(target=spec.target, task=task.name, classes=classes)
+            expected.check_outputs(len(words), where, table.path.parent)
         classes = find_classes(values.texts, where, spec.task)
         return TableSchema(target=spec.target, task=task.name, classes=classes)
     if task.targets == "labels":

@@ -29,15 +29,13 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason
-from fedhet.data.columns import find_categories
 from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.folders import Files
-from fedhet.data.rows import MISSING, Table, read_bounded, read_table
-from fedhet.data.schemas import TableSchema, find_schema
+from fedhet.data.rows import Table, read_bounded, read_table
+from fedhet.data.schemas import find_schema
 from fedhet.data.spec import DataSpec, Expected, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
-from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
@@ -232,9 +230,6 @@ _MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UT
 def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     """Read row files with labeled texts as a dataset.
 
-    The classes are those in a schema next to the file or those that the site states, or else the
-    distinct labels, or the numbers from 0 if all labels of a site are below its number of classes.
-
     Args:
         train: File of the training rows.
         test: File of the test rows, if any.
@@ -247,17 +242,10 @@ def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     declared = find_schema(train, shared=spec.expected is not None)
     target = declared.target if declared else spec.target or spec.label_column.strip()
     spec = spec.replace(target=target)
-    rows, names = read_table(train, spec, texts=columns), expected.classes
+    rows = read_table(train, spec, texts=columns)
     for name in columns:
         rows.column(name)
-    if find_task(spec.task) is Classification and expected.outputs and not names:
-        words = [text for text in rows.column(target).texts if text not in MISSING]
-        names, numbers = find_categories(words)[0], tuple(map(str, range(expected.outputs)))
-        names = numbers if {*names} <= {*numbers} else names
-    if names and declared is None:
-        schema = TableSchema(target=target, classes=tuple(names))
-    else:
-        schema = infer_targets(rows, spec, declared=declared)
+    schema = infer_targets(rows, spec, declared=declared)
     expected.check_outputs(len(schema.outputs), train, train.parent)
 
     def split(table: Table) -> Split:
@@ -269,7 +257,7 @@ def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
         texts = list(map(" ".join, zip(*(each.rows() for each in parts), strict=True)))
         return Split(tokenize(texts, spec, table.path), read_targets(schema, table))
 
-    is_classification, samples = schema.task == Classification.name, split(rows)
+    samples = split(rows)
     return Dataset(
         spec.dataset,
         samples,
@@ -279,7 +267,7 @@ def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
             schema.outputs,
             TEXT,
             shape=text_sample_shape(spec),
-            schema=None if is_classification else schema,
+            schema=schema,
         ),
         **rows.owners(),
     )
