@@ -70,6 +70,14 @@ def test_compare(runs, call, tmp_path):
     assert (tmp_path / "c" / "compare.md").exists()
 
 
+def test_compare_keeps_earlier_comparisons(runs, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("compare", "compare-2", "compare-3"):
+        _, out, _ = call("compare", runs[0])
+        assert f"runs/{place}/compare.html" in out
+        assert (tmp_path / "runs" / place / "compare.html").exists()
+
+
 def test_interrupted_run_has_a_report(runs, call, tmp_path):
     import shutil
 

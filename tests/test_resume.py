@@ -524,3 +524,17 @@ def test_a_run_reads_its_own_data_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "second")
     with pytest.raises(StateError, match=r"'data\.dataset'"):
         run(resumed(on_table(tmp_path / "second" / "t.csv"), tmp_path / "run"), tmp_path / "run")
+
+
+def test_the_name_of_an_owner_leads_to_its_client(tmp_path):
+    path = table(tmp_path / "t.csv", 90)
+    head, *rows = path.read_text().splitlines()
+    owned = [f"{row},{('st-mary', 'north')[k % 2]}" for k, row in enumerate(rows)]
+    path.write_text("\n".join([f"{head},site", *owned]) + "\n")
+    run(on_table(path, **{"data.by": "site"}), tmp_path / "run")
+    named = json.loads((tmp_path / "run" / "partition.json").read_text())["owners"]
+    client = next(name for name, owner in named.items() if owner == "st-mary")
+    result = load(tmp_path / "run")
+    for call in (result.model, result.test):
+        with pytest.raises(StateError, match=f"'st-mary' is the owner of {client}"):
+            call("st-mary")

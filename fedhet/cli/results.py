@@ -18,7 +18,6 @@ from fedhet.base.metrics import METRICS
 from fedhet.cli.options import TRUST, console, listing, listings, loading, option, say
 from fedhet.runs.records import EVALUATED, KINDS, PROTOCOLS
 from fedhet.runs.units import printable, score
-from fedhet.wire.identity import SERVER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,9 +39,10 @@ def compare_command(
     directories: Annotated[
         list[Path], typer.Argument(help="Run directories, or directories that contain runs.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory.")] = Path(
-        "runs/compare"
-    ),
+    out: Annotated[
+        Path | None,
+        option("DIR", "Output directory.", default="runs/compare, or the next free runs/compare-N"),
+    ] = None,
     target: Annotated[
         float | None,
         option(
@@ -127,6 +127,11 @@ def compare_command(
         against=against,
         metric=metric,
     )
+    if out is None:  # Keep earlier comparisons.
+        first = Path("runs/compare")
+        out, number = first, 2
+        while out.exists():
+            out, number = first.with_name(f"{first.name}-{number}"), number + 1
     show_comparison(comparison, out)
     for path in report.write_for_paper(comparison, out, latex=latex, csv=csv):
         say(f"paper output: {path}")
@@ -298,14 +303,9 @@ def model_line(trained: TrainedClient, kind: str) -> str:
 
     Warns if the default is not the kind of the headline score.
     """
-    name, headline = trained.record.client, trained.headline_kind
-    if not kind and name != SERVER and trained.default_kind != headline:
-        typer.echo(
-            f"{name} does not have the headline kind {headline!r}; using the kind "
-            f"{trained.default_kind!r}",
-            err=True,
-        )
-    return f"{kind or trained.default_kind} model of {name}"
+    if not kind and (missing := trained.missing_headline):
+        typer.echo(missing, err=True)
+    return f"{kind or trained.default_kind} model of {trained.record.client}"
 
 
 def confusion_command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,7 @@ from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import flatten
 
 BACKEND = "engine.backend"
+LOG = logging.getLogger("fedhet")
 
 
 def run(
@@ -472,6 +474,8 @@ class Result:
             >>> predictions.names[:3]
         """
         trained = self._models(client, architecture)
+        if not kind and (missing := trained.missing_headline):
+            LOG.warning("%s", missing)
         return trained.predict(samples_for(trained.record, x), kind)
 
     def export(

@@ -66,13 +66,14 @@ from fedhet.models import (
 )
 from fedhet.runs.directory import (
     open_data,
+    read_if_exists,
     read_records,
     read_run_name,
     read_validated,
     with_places,
 )
 from fedhet.runs.measures import best_round, by_score_key
-from fedhet.runs.records import COMMON, MAX_ROUNDS, NAN, Headline, Origin
+from fedhet.runs.records import COMMON, MAX_ROUNDS, NAN, Headline, Origin, Partition
 from fedhet.runs.storage import CHECKPOINTS, Checkpoint, Checkpoints, ClientStore
 from fedhet.runs.units import natural
 from fedhet.server.codec import without_versions
@@ -232,6 +233,17 @@ class TrainedClient:
         """Kind of model to which the method's headline score belongs."""
         headline = Headline.declared_by(self.config.method.spec)
         return headline.kinds.get(headline.protocol, "private")
+
+    @property
+    def missing_headline(self) -> str:
+        """Message that the client lacks the headline kind, or "" if it has this kind."""
+        name, headline = self.record.client, self.headline_kind
+        if name == SERVER or self.default_kind == headline:
+            return ""
+        return (
+            f"{name} does not have the headline kind {headline!r}; using the kind "
+            f"{self.default_kind!r}"
+        )
 
     def model(self, kind: str = "") -> nn.Module:
         """Return a model in evaluation mode.
@@ -804,9 +816,18 @@ def find_store(directory: Path, client: str) -> ClientStore:
                 "its sites."
             )
         raise StateError(f"{directory}: expected a run directory or the state directory of a site")
-    raise StateError(
+    raise _unknown_client(directory, client, names)
+
+
+def _unknown_client(directory: Path, client: str, names: Sequence[str]) -> StateError:
+    """Return the error for an unknown client; for the name of an owner, it names the client."""
+    recorded = read_if_exists(directory / "partition.json", Partition)
+    owners = recorded.owners if recorded else {}
+    owned = [name for name in names if owners.get(name) == client]
+    hint = f". '{one_line(client)}' is the owner of {owned[0]}." if owned else ""
+    return StateError(
         f"{directory}: client '{client}' not found, expected one of {', '.join(names)}"
-        f"{nearest(client, names)}"
+        f"{hint or nearest(client, names)}"
     )
 
 
@@ -892,10 +913,7 @@ def read_test(directory: Path, client: str | None, *, trust: str = "") -> Labele
     else:
         names = [client_name(index, config.run.clients) for index in range(config.run.clients)]
         if client not in names:
-            raise StateError(
-                f"{directory}: client '{client}' not found, expected one of {', '.join(names)}"
-                f"{nearest(client, names)}"
-            )
+            raise _unknown_client(directory, client, names)
         split = data.client(names.index(client)).test
         if not len(split):
             raise DataError(
