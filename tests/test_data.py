@@ -304,6 +304,10 @@ def test_scaling() -> None:
 
 def test_unknown_names_and_values_raise() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.replace(dataset="cifar-10"))
+    for path in ("hospitals/", "t.csv"):
+        told = fault(DIGITS.replace(dataset=path))
+        assert "needs its format, as in table:PATH" in told
+        assert "did you mean" not in told
     assert "needs its format, as in table:PATH" in fault(DIGITS.replace(dataset="data/p.csv"))
     assert "expected one of breast-cancer, cifar10," in fault(DIGITS.replace(dataset="svhn"))
     assert fault(DIGITS.replace(dataset="npz")) == (

@@ -17,6 +17,7 @@ from fedhet.base.errors import ModelError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.models import HetModel
 from fedhet.models.sequences import adaptive_means
+from fedhet.models.user_model import import_user_model
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 NAMES = [name for name in models.names() if models.MODELS[name].takes is None]
@@ -681,6 +682,11 @@ def test_unsupported_state_of_a_custom_model_raises(
 @pytest.mark.parametrize("function", WORKING)
 def test_supported_state_of_a_custom_model_is_accepted(states: str, function: str) -> None:
     models.check(f"{states}:{function}", "table", (5,), 3, any_model=False)
+
+
+def test_a_file_as_a_custom_module_names_the_module():
+    with pytest.raises(ModelError, match=r"got a file\. Use nets\.small:make$"):
+        import_user_model("nets/small.py:make")
 
 
 def test_failing_import_of_a_custom_module_raises_with_its_error(

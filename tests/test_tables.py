@@ -408,11 +408,17 @@ def test_notation_of_a_site_does_not_change_the_task(tmp_path):
     [
         ("target = 3", "target: Input should be a valid string"),
         ("[", "not valid TOML"),
-        ('target = "a"\ncolumns.b.type = "word"', "columns.0.type"),
+        ('target = "a"\ncolumns.b.type = "word"', r"columns\.b\.type"),
         ('target = "a"\n[columns.b]\ntype = "number"\ndeviation = 0', "greater than 0"),
         ('target = "a"\n[columns.b]\ntype = "category"\ndecimal = ","', "decimal: expected only"),
         ('target = "a"\n[columns.b]\ntype = "number"\nthousands = "."', "thousands: expected"),
-        ('target = "a"\n[columns.b]\ntype = "number"\nkind = "x"', "columns.0.kind"),
+        ('target = "a"\n[columns.b]\ntype = "number"\nkind = "x"', r"columns\.b\.kind: unknown"),
+        (
+            'target = "a"\n[columns.c]\ntype = "date"\n[columns."b d"]\ntype = "number"\n'
+            'decimal_sep = ","',
+            r"columns\.\"b d\"\.decimal_sep: unknown field; did you mean 'decimal'\?",
+        ),
+        ('target = "a"\nmissin = ["x"]', "missin: unknown field; did you mean 'missing'"),
         ('target = "a"\ncolumns.b = 1', "b: expected a table"),
         ('target = "a"\ntask = "x"', "task"),
     ],

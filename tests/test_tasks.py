@@ -749,6 +749,8 @@ def test_tiny_error_is_not_shown_as_zero(tmp_path):
     assert f"mean RMSE (personal, private) {expected['mean']:#.4g}" in status.description
     page = render_run(report.load_run(tmp_path / "run"))
     assert f'<div class="number">{expected["mean"]:#.4g}</div>' in page
+    assert "Targets: samples per range" in page
+    assert "samples per class" not in page
 
 
 def test_the_command_in_the_error_of_a_decimal_comma_leads_to_a_dataset(tmp_path, call):

@@ -489,3 +489,10 @@ def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
         labels = {"garden": 0, "kitchen": 0, "journey": 1, "workshop": 1}
         wanted = sorted(labels[rows[place]["label"]] for place in places)
         assert sorted(data.train.y.tolist() + data.test.y.tolist()) == wanted
+
+
+def test_a_missing_text_column_names_its_setting(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("body,label\nhello,a\nworld,b\n")
+    with pytest.raises(DataError, match=r"column 'text' not found, .*data\.text-column"):
+        load(spec(path, label_column="label"))

@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedhet.base.disk import read_toml_tables
-from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
+from fedhet.base.errors import DataError, SettingsError, StateError, error_reason, nearest
 from fedhet.data.columns import NOTATION, Column
 from fedhet.tasks import CLASSIFICATION, MAX_CLASSES, Task, find_task
 
@@ -129,18 +129,26 @@ def toml_key(name: str) -> str:
 
 def read_schema(path: Path) -> TableSchema:
     """Read a schema file. Raises DataError if it is unreadable or invalid."""
+    tables: Mapping[str, object] = {}
     try:
-        schema = TableSchema.model_validate(read_toml_tables(path))
+        tables = read_toml_tables(path)
+        schema = TableSchema.model_validate(tables)
     except (OSError, StateError) as error:
         fault = f"{path}: {error_reason(error)}" if isinstance(error, OSError) else str(error)
         raise DataError(
             f"cannot read the table schema: {fault}. Create it with `fedhet schema`."
         ) from None
     except ValidationError as error:
-        faults = (
-            f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
-            for each in error.errors()
-        )
+        faults = []
+        for each in error.errors():
+            place, fault = [*map(str, each["loc"])], each["msg"].removeprefix("Value error, ")
+            columns = tables.get(place[0]) if len(place) > 1 else None
+            if isinstance(columns, Mapping) and place[1].isdigit():  # Name the column.
+                place[1] = toml_key([*columns][int(place[1])])
+            if each["type"] == "extra_forbidden":
+                known = Column.model_fields if len(place) > 1 else TableSchema.model_fields
+                fault = f"unknown field{nearest(place[-1], known)}"
+            faults.append(f"{'.'.join(place)}: {fault}")
         raise DataError(f"{path}: {'; '.join(faults)}") from None
     targets = {schema.target, *(name.strip() for name in schema.target.split(","))}
     for column in schema.columns:

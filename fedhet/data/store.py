@@ -62,7 +62,7 @@ from fedhet.wire.identity import client_name
 
 T = TypeVar("T")
 LOG = logging.getLogger("fedhet")
-MAX_DIGESTED = 2**29
+MAX_DIGESTED = 2**28
 """Maximum number of bytes of samples in the digest of a dataset."""
 MAX_NAMED = 10
 """Maximum number of owners named in a message."""

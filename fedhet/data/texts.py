@@ -31,7 +31,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason
 from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.folders import Files
-from fedhet.data.rows import Table, read_bounded, read_table
+from fedhet.data.rows import Table, missing_column_error, read_bounded, read_table
 from fedhet.data.schemas import find_schema
 from fedhet.data.spec import DataSpec, Expected, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
@@ -244,6 +244,8 @@ def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     spec = spec.replace(target=target)
     rows = read_table(train, spec, texts=columns)
     for name in columns:
+        if name not in rows.columns:
+            raise missing_column_error(train, name, rows.columns, " (data.text-column)")
         rows.column(name)
     schema = infer_targets(rows, spec, declared=declared)
     expected.check_outputs(len(schema.outputs), train, train.parent)

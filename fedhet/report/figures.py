@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
 from fedhet.base.disk import Folder
-from fedhet.base.metrics import ACCURACY, Metric, metric_of
+from fedhet.base.metrics import ACCURACY, REGRESSION, Metric, metric_of
 from fedhet.report import style
 from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import GAP, HEIGHT, WIDTH, Drawing
@@ -294,6 +294,7 @@ def _labels(run: Run) -> Drawing | None:
     counts = pd.DataFrame.from_dict(run.partition.counts, orient="index")
     counts = counts.loc[[name for name in run.clients if name in counts.index]]
     top = max(int(counts.to_numpy().max()), 1)
+    of = "range" if metric_of(run.headline_metric).task == REGRESSION else "class"
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
@@ -308,9 +309,10 @@ def _labels(run: Run) -> Drawing | None:
         ax.grid(visible=False)
         _set_names(ax, "y", list(counts.index))
         _set_names(ax, "x", classes)
-        ax.set_xlabel("class")
+        ax.set_xlabel(of if of == "class" else "range of the target")
         ax.set_ylabel("client" if len(counts) > MAX_NAMED else "")
-        style.set_title(ax, f"Labels: samples per class (at most {top:,})")
+        what = "Labels" if of == "class" else "Targets"
+        style.set_title(ax, f"{what}: samples per {of} (at most {top:,})")
 
     height = min(max(2.5, 1.5 + 0.2 * len(counts)), 5.6)
     return Drawing("labels", draw, "labels by client", height=height)

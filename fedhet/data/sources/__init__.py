@@ -42,13 +42,14 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
     """
     name, _, place = dataset.partition(":")
     if name not in SOURCES or (place and not SOURCES[name].place):
-        known = f"expected one of {', '.join(dataset_names())}"
-        if "/" in name or "." in name:
+        known, similar = f"expected one of {', '.join(dataset_names())}", [*SOURCES]
+        if "/" in name or "." in name:  # The name of a format cannot replace a path.
+            similar = []
             known = (
                 "a path or a name needs its format, as in table:PATH, text:PATH, imagefolder:PATH, "
                 "or hf:NAME; see `fedhet datasets`"
             )
-        raise SettingsError(f"'{setting}': {unknown_name('dataset', name, SOURCES, known)}")
+        raise SettingsError(f"'{setting}': {unknown_name('dataset', name, similar, known)}")
     source = SOURCES[name]
     if source.place and not place:
         raise invalid_setting(setting, dataset, source.form)
