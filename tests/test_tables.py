@@ -418,7 +418,7 @@ def test_notation_of_a_site_does_not_change_the_task(tmp_path):
             'decimal_sep = ","',
             r"columns\.\"b d\"\.decimal_sep: unknown field; did you mean 'decimal'\?",
         ),
-        ('target = "a"\nmissings = ["x"]', "missings: unknown field; did you mean 'missing'"),
+        ('target = "a"\nall_missing = ["x"]', "all_missing: unknown field; did you"),
         ('target = "a"\ncolumns.b = 1', "b: expected a table"),
         ('target = "a"\ntask = "x"', "task"),
     ],
