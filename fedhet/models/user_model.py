@@ -41,8 +41,8 @@ def import_user_model(name: str) -> Callable[..., Any]:
     except Exception as error:
         reason = _reason(error) + import_hint(error, path)
         if path.endswith(".py"):
-            module = path.removesuffix(".py").replace("/", ".")
-            reason = f"expected a module, got a file. Use {module}:{attribute}"
+            place = path.removesuffix(".py").replace("/", ".")
+            reason = f"expected a module, got a file. Use {place}:{attribute}"
         raise ModelError(f"model '{name}': cannot import '{path}': {reason}") from error
     function = getattr(module, attribute, None)
     if function is None:
