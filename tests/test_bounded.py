@@ -147,10 +147,10 @@ def test_oversized_client_record_raises(received, in_one_line):
 
 
 HUGE = {
-    "shapes of 10^18": {"shape": [10**18, 2]},
-    "negative shapes": {"shape": [-1, 8, 8]},
-    "a shape of nothing": {"shape": [0]},
-    "large shapes": {"shape": [1000, 100_000, 1000]},
+    "shapes of 10^18": {"format": {"shape": [10**18, 2]}},
+    "negative shapes": {"format": {"shape": [-1, 8, 8]}},
+    "a shape of nothing": {"format": {"shape": [0]}},
+    "large shapes": {"format": {"shape": [1000, 100_000, 1000]}},
     "a negative number of samples": {"samples": -5},
     "a number beyond any": {"samples": 10**400},
     "a partition of another": {"partition": -7},
@@ -161,7 +161,9 @@ HUGE = {
 @pytest.mark.parametrize("command", ["predict", "export"])
 def test_client_record_with_invalid_numbers_raises(received, case, command, in_one_line):
     path = state_of(received) / "client.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **HUGE[case]}))
+    record, changes = json.loads(path.read_text()), HUGE[case]
+    changes = {**changes, "format": {**record["format"], **changes.get("format", {})}}
+    path.write_text(json.dumps({**record, **changes}))
     assert "client.json" in in_one_line(received, command)
 
 

@@ -53,14 +53,14 @@ def texts(home, tmp_path, monkeypatch):
 def test_tokens_are_those_of_the_encoder_with_padding_0(texts):
     expected = [[2, 3], [5, 6, 2, PAD], [4]]  # an unknown word, 0 there, is what PAD was
     assert [row[row > 0].tolist() for row in texts.train.x] == expected
-    assert texts.shape == (0, 8, len(WORDS))
+    assert texts.format.shape == (0, 8, len(WORDS))
 
 
 @pytest.mark.parametrize(("name", "layers"), [("encoder-1:tiny", 1), ("encoder-3-frozen:tiny", 3)])
 def test_features_are_the_mean_of_the_last_hidden_states(texts, home, name, layers):
     from transformers import BertModel
 
-    made = models.build(name, texts.shape, 2, seed=0).eval()
+    made = models.build(name, texts.format.shape, 2, seed=0).eval()
     frozen = "frozen" in name
     assert sum(isinstance(part, torch.nn.Linear) for part in trained(made)) == layers
     encoder = BertModel.from_pretrained(home / "tiny").eval()
@@ -72,7 +72,7 @@ def test_features_are_the_mean_of_the_last_hidden_states(texts, home, name, laye
         both = made(texts.train.x)
         assert torch.allclose(made(texts.train.x[:1]), both[:1], atol=1e-5)
     made.train()(texts.train.x).sum().backward()
-    traveling = models.shapes(name, texts.shape, 2)
+    traveling = models.shapes(name, texts.format.shape, 2)
     assert set(traveling) == set(made.state_dict())
     assert any("network" in key for key in traveling) is not frozen
     assert all(p.requires_grad for p in made.parameters())
@@ -95,7 +95,7 @@ def test_invalid_encoder_raises(texts, home, monkeypatch):
     (home / "bad").mkdir(exist_ok=True)
     (home / "bad" / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 7}))
     with pytest.raises(ModelError, match="max_position_embeddings"):
-        models.build("encoder-1:bad", texts.shape, 2, seed=0)
+        models.build("encoder-1:bad", texts.format.shape, 2, seed=0)
     (home / "bad" / "tokenizer.json").write_text("{")
     (home / "all.csv").write_text("text,label\na,0\nb,1\n")
     with pytest.raises(DataError, match="tokenizer"):
