@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedhet.algorithms.robust import (
@@ -47,6 +47,12 @@ def some_points(draw):
 @settings(max_examples=60, derandomize=True)
 @given(some_points(), st.sampled_from(EACH), st.integers(0, 1000))
 def test_order_of_clients_does_not_matter(points, kind, seed):
+    """Except for Krum with up to four clients.
+
+    Each client then has a single neighbor, so two clients that are each other's neighbors have
+    equal scores, and Krum resolves ties by order.
+    """
+    assume(kind != "krum" or len(points) > 4)
     order = np.random.default_rng(seed).permutation(len(points))
     one, other = averaged(points, kind), averaged(points[order], kind)
     np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * np.abs(points).max())
