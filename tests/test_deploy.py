@@ -360,7 +360,7 @@ def site_folders(everyone, config, root):
         folder.mkdir(parents=True)
         (folder / "classes.txt").write_text("\n".join(sorted({row[1] for row in rows})))
         own = RunData.for_run(config.run).split_rows(k)
-        for part, places in zip(("train", "test"), own, strict=True):
+        for part, places in zip(("train", "test"), own[:2], strict=True):
             with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
                 written = csv.writer(file)
                 written.writerow(kept)
