@@ -918,3 +918,18 @@ def test_broken_json_file_raises(tmp_path, text, fault):
         read_table(path, spec())
     assert fault in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_columns_that_a_schema_lacks_are_named(tmp_path, caplog):
+    path = write(tmp_path / "t.csv", many(80))
+    (tmp_path / "schema.toml").write_text(inferred(path).to_toml())
+    header, *rows = path.read_text().splitlines()
+    lines = [f"{header},pulse", *(f"{row},{k}" for k, row in enumerate(rows))]
+    path.write_text("\n".join(lines))
+    load(spec(path, target=""))
+    assert "not in schema.toml are not used: pulse" in caplog.text
+    (tmp_path / "texts.csv").write_text("text,mood\n" + "a,good\nb,bad\n" * 4)
+    place = f"text:{tmp_path / 'texts.csv'}"
+    texts = DataSpec(dataset=place, label_column="mood", clients=2, min_samples=2)
+    with pytest.raises(DataError, match=r"'died' not found.*schema\.toml"):
+        load(texts)

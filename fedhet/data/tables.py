@@ -114,9 +114,13 @@ def declare(table: Table, spec: DataSpec, declared: TableSchema | None = None) -
     columns = tuple(column for column in declared.columns if column.name not in excluded)
     for column in columns:
         table.column(column.name)
-    unused = table.columns.keys() - {column.name for column in columns} - excluded
-    if unused:
-        LOG.info("%s: not in the schema, and not used: %s", table.path, one_line(", ".join(unused)))
+    used = excluded | {column.name for column in columns}
+    if unused := [name for name in table.columns if name not in used]:
+        LOG.warning(
+            "%s: columns that are not in %s are not used: %s. Add them to the schema or to "
+            "data.exclude, or remove the schema to start over.",
+            table.path, SCHEMA, one_line(", ".join(unused)),
+        )  # fmt: skip
     return declared.model_copy(update={"columns": columns})
 
 

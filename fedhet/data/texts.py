@@ -32,10 +32,11 @@ from fedhet.base.errors import DataError, ModelError, SettingsError, error_reaso
 from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.folders import Files
 from fedhet.data.rows import Table, missing_column_error, read_bounded, read_table
-from fedhet.data.schemas import find_schema
+from fedhet.data.schemas import SCHEMA, find_schema
 from fedhet.data.spec import DataSpec, Expected, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
+from fedhet.tasks import CLASSIFICATION
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
@@ -247,6 +248,9 @@ def read_texts(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
         if name not in rows.columns:
             raise missing_column_error(train, name, rows.columns, " (data.text-column)")
         rows.column(name)
+    if declared and declared.task == CLASSIFICATION.name and target not in rows.columns:
+        hint = f". It is the target in {train.parent / SCHEMA}, which describes all files there."
+        raise missing_column_error(train, target, rows.columns, hint)
     schema = infer_targets(rows, spec, declared=declared)
     expected.check_outputs(len(schema.outputs), train, train.parent)
 
