@@ -359,8 +359,10 @@ def site_folders(everyone, config, root):
         folder = root / f"{k}"
         folder.mkdir(parents=True)
         (folder / "classes.txt").write_text("\n".join(sorted({row[1] for row in rows})))
-        own = RunData.for_run(config.run).split_rows(k)
-        for part, places in zip(("train", "test"), own[:2], strict=True):
+        train, test, validation = RunData.for_run(config.run).split_rows(k)
+        # A site holds out its validation samples itself.
+        own = np.sort(np.concatenate([train, validation])), test
+        for part, places in zip(("train", "test"), own, strict=True):
             with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
                 written = csv.writer(file)
                 written.writerow(kept)
