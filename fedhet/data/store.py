@@ -473,10 +473,10 @@ def read_source(spec: DataSpec) -> Dataset:
     source, place = find_source(spec.dataset)
     dataset = source.read(place, spec)
     if (task := find_task(spec.task)) is not type(dataset.format.task):
-        found = dataset.format.task.name
+        name = dataset.format.task.name
         raise SettingsError(
-            f"data.task: expected {found!r}, the task of data.dataset = {spec.dataset!r}, got "
-            f"{spec.task!r}. Set data.task to {found}"
+            f"data.task: expected {name!r}, the task of data.dataset = {spec.dataset!r}, got "
+            f"{spec.task!r}. Set data.task to {name}"
             + (f", or use {_OTHER_TASKS}." if task is not Classification else ".")
         )
     return replace(dataset, format=dataset.format.for_run(spec))
@@ -556,27 +556,27 @@ def check_no_overlap(public: Split, private: Split, owner: str) -> None:
 def dataset_digest(dataset: Dataset) -> str:
     """Return a digest of the samples, labels, and owners of a dataset, in order.
 
-    For samples above `MAX_DIGESTED` bytes, the digest includes only evenly spaced samples, so that
-    it takes at most about a second. Labels and numbers of samples are always included.
+    To bound its time, the digest includes only evenly spaced rows of an array above `MAX_DIGESTED`
+    bytes. The shapes of all arrays are always included.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
 
     def add(array: np.ndarray[Any, Any]) -> None:
         step = max(1, -(-array.nbytes // MAX_DIGESTED))
-        found.update(f"{array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array[::step]).reshape(-1).view(np.uint8).data)
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array[::step]).reshape(-1).view(np.uint8).data)
 
     for split in (dataset.train, dataset.test, dataset.public):
-        found.update(b"none" if split is None else b"split")
+        digest.update(b"none" if split is None else b"split")
         if split is not None:
             add(split.x.numpy())
             add(split.y.numpy())
     for rows in (dataset.groups, dataset.subclasses):
-        found.update(b"none" if rows is None else b"rows")
+        digest.update(b"none" if rows is None else b"rows")
         if rows is not None:
             add(rows)
-    found.update(repr((dataset.parts, dataset.group_names, dataset.format.classes)).encode())
-    return found.hexdigest()
+    digest.update(repr((dataset.parts, dataset.group_names, dataset.format.classes)).encode())
+    return digest.hexdigest()
 
 
 def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:

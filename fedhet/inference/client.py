@@ -683,14 +683,14 @@ def _with_names(directory: Path, record: ServerRecord, config: Config) -> Server
     """
     if record.is_complete:
         return record
-    found: Format | None = None
+    described: Format | None = None
     if not record.own_data:
         with suppress(FedhetError):
-            found = RunData.for_run(config.run).dataset.format
+            described = RunData.for_run(config.run).dataset.format
     else:
-        found = known_outputs(directory, record.format)
-    completed = record.completed(config, found) if found else None
-    if completed is None and found and record.own_data:
+        described = known_outputs(directory, record.format)
+    completed = record.completed(config, described) if described else None
+    if completed is None and described and record.own_data:
         raise StateError(
             f"{directory}: schema.toml or classes.txt differs from the file at the sites. Copy "
             "the file of a site."

@@ -77,20 +77,20 @@ def is_adapted(name: str) -> bool:
 
 def rank_of(name: str) -> int:
     """Return the rank of a model's adapters, or 0 if the model has no adapters."""
-    found = AdapterName.parse(name)
-    return found.rank if found else 0
+    parts = AdapterName.parse(name)
+    return parts.rank if parts else 0
 
 
 def base_of(name: str) -> str:
     """Return the name of a model's frozen base model, or "" if the model has no adapters."""
-    found = AdapterName.parse(name)
-    return found.base if found else ""
+    parts = AdapterName.parse(name)
+    return parts.base if parts else ""
 
 
 def without_rank(name: str) -> str:
     """Return a model's name without the rank. Models that differ only in rank share this name."""
-    found = AdapterName.parse(name)
-    return f"encoder-{found.layers}-lora-scale{found.scale:g}:{found.base}" if found else name
+    parts = AdapterName.parse(name)
+    return f"encoder-{parts.layers}-lora-scale{parts.scale:g}:{parts.base}" if parts else name
 
 
 def check_adapted(name: str) -> None:

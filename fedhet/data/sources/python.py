@@ -186,10 +186,10 @@ def _to_dataset(path: str, task: str, target: str) -> Dataset:
         if arrays is None:
             return None
         source = where(place, part)
-        found = make_split(*arrays, source, parts.sample_kind, schema=schema)
-        if not len(found):
+        samples = make_split(*arrays, source, parts.sample_kind, schema=schema)
+        if not len(samples):
             raise DataError(f"{source}: no samples found")
-        return found
+        return samples
 
     clients: list[tuple[Split, Split | None]] = []
     for place, arrays in enumerate(zip(parts.train, parts.test, strict=True)):
