@@ -166,6 +166,12 @@ def encoders(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def pages_alone(monkeypatch):
+    """Let runs end with their page, without image files, which take longer than a small run."""
+    monkeypatch.setattr("fedhet.report.write_figures", lambda run: None)
+
+
+@pytest.fixture
 def call(monkeypatch, capsys):
     """A function that runs `fedhet` in this process, and returns the exit status and the output."""
 

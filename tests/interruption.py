@@ -18,7 +18,7 @@ def until(condition, seconds=600.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(0.05)  # looking is not free: some conditions search directories
     return found
 
 

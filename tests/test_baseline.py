@@ -18,6 +18,9 @@ SMALL = [f"--set={each}" for each in ("max-samples=300", "min-samples=20", "loca
 SMALL += ["--rounds=2", "--clients=3", "--models=mlp,cnn2", "--backend=inline"]
 
 
+pytestmark = pytest.mark.usefixtures("pages_alone")
+
+
 def summary_of(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 

@@ -189,22 +189,16 @@ def test_old_setting_name_raises_with_the_new_name(call, tmp_path):
         )
 
 
-def trained_in(folder, options, before):
-    """Run `fedhet` in a new process after some lines of Python, and return its output."""
-    words = ["fedhet", "run", *options, "--out", str(folder / "r")]
-    code = f"import sys\n{before}\nsys.argv = {words!r}\nfrom fedhet.cli import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "r" / "summary.json").exists()
-    return done.stdout
+@pytest.mark.usefixtures("pages_alone")
+def test_inline_backend_does_not_import_ray(tmp_path, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    status, _, fault = call("run", "local", *OPTIONS, "--out", tmp_path / "r")
+    assert (status, (tmp_path / "r" / "summary.json").exists()) == (0, True), fault
 
 
-def test_inline_backend_does_not_import_ray(tmp_path):
-    trained_in(tmp_path, ["local", *OPTIONS], "sys.modules['ray'] = None")
-
-
-def test_custom_model_trains(tmp_path):
-    (tmp_path / "mymodels.py").write_text(
+@pytest.mark.usefixtures("pages_alone")
+def test_custom_model_trains(tmp_path, call, monkeypatch):
+    (tmp_path / "own_tiny_models.py").write_text(
         "from math import prod\n"
         "from torch import nn\n\n"
         "def tiny(shape, classes):\n"
@@ -212,9 +206,10 @@ def test_custom_model_trains(tmp_path):
         "    return extractor, nn.Linear(32, classes)\n"
     )
     options = [o for o in OPTIONS if "models.pool=" not in o]
-    words = ["felo", *options, "--models", "cnn2,mymodels:tiny"]
-    said = trained_in(tmp_path, words, f"sys.path.insert(0, {str(tmp_path)!r})")
-    assert "mymodels:tiny" in said
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*options, "--models", "cnn2,own_tiny_models:tiny", "--out", tmp_path / "r"]
+    status, said, fault = call("run", "felo", *words)
+    assert (status, "own_tiny_models:tiny" in said) == (0, True), fault
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,10 @@ def descendants(deployment):
 
 def of_method(method: str):
     # Simulated, all clients have one process; there and here each trains on one thread.
-    rounds = {"cofed.iterations": 2} if method == "cofed" else {}  # which makes three
+    rounds = {"cofed.iterations": 1} if method == "cofed" else {}  # which makes two
     default = find_method(method).spec.pool(IMAGE)
     models = MODELS if "," in default else default  # or all clients have one
-    return small(method, clients=3, models=models, rounds=3, join_timeout=300.0, **rounds)
+    return small(method, clients=3, models=models, rounds=2, join_timeout=300.0, **rounds)
 
 
 DEPLOYED = [m for m in method_names() if not find_method(m).spec.simulation_only]

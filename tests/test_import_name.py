@@ -40,9 +40,15 @@ def write(folder, files):
         (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize("before", [[], ["."], ["site"]], ids=str)
-@pytest.mark.parametrize("own", [PACKAGES, MODULES], ids=["packages", "modules"])
-@pytest.mark.parametrize("words", [COMMAND, ["-m", "fedhet"]], ids=["fedhet", "python-m"])
+@pytest.mark.parametrize(
+    ("words", "own", "before"),
+    [
+        (COMMAND, PACKAGES, ["."]),
+        (COMMAND, MODULES, ["site"]),
+        (["-m", "fedhet"], PACKAGES, ["site"]),
+        (["-m", "fedhet"], MODULES, []),
+    ],
+)
 def test_all_methods_are_listed(tmp_path, words, own, before):
     write(tmp_path, own)
     write(tmp_path / "site", PACKAGES)  # as if others had installed theirs

@@ -107,7 +107,10 @@ def late_run(method, devices, **changes):
     return small(method, clock=devices, min_replies=3.0, rounds=6, **changes)
 
 
-@pytest.mark.parametrize("method", ["felo", "fedhe", "fedtype", "heterofl", "fedmd", "um-pfssl"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedhe", "fedtype", "heterofl")]
+
+
+@pytest.mark.parametrize("method", ["felo", "fedmd", "um-pfssl", *SLOW])
 def test_run_with_late_clients_resumes_identically(tmp_path, devices, method):
     resumes_as_if_it_had_not_been_cut(late_run(method, devices), tmp_path)
 

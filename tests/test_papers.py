@@ -641,6 +641,7 @@ def test_replaced_settings_of_rows_and_columns_are_noted(mine):
     assert said.count("with --set") == 1  # the row's rate is the same, clients are the size's
 
 
+@pytest.mark.slow
 def test_parallel_runs_give_the_same_metrics(mine):
     call("mine", "--seeds", "0", "--out", mine / "one")
     call("mine", "--seeds", "0", "--out", mine / "two", "--jobs", "2")

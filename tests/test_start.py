@@ -33,49 +33,72 @@ atexit.register(lambda: print("IMPORTED", *sorted({m.partition(".")[0] for m in 
 from fedhet.cli import main
 main()
 """
+SEVERAL = """
+import contextlib, io, json, sys
+from fedhet import cli
+cli.exit_at_once = sys.exit
+for words in json.loads(sys.argv.pop()):
+    status, said = 0, io.StringIO()
+    sys.argv = ["fedhet", *words]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code or 0
+    print(json.dumps([status, said.getvalue(), [m.partition(".")[0] for m in sys.modules]]))
+"""
+
+
+def python(*words, **environment):
+    """Run Python in a new process."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def imported_by(*words, **environment):
     """Run a command in a new process; return its status, output and top-level modules."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", AFTERWARDS, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-P", "-c", AFTERWARDS, *words, **environment)
     said, _, modules = done.stdout.rpartition("IMPORTED ")
     assert modules, done.stderr
     return done.returncode, said + done.stderr, set(modules.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "says"),
-    [
-        (["--help"], 0, "deploy-local"),
-        (["--version"], 0, "0."),
-        (["run", "--help"], 0, "--resume"),
-        (["methods"], 0, "class-wise features and logits"),
-        (["methods", "felo"], 0, "felo.share-weights"),
-        (["presets"], 0, "felo-cifar10"),
-        (["settings"], 0, "engine.round-timeout"),
-        (["table"], 0, "architectures and by partition"),
-        (["run", "felo", "--set", "lrr=1"], 2, "did you mean 'training.lr'?"),
-        (["run", "felo", "--set", "lr=-1"], 2, "'training.lr': expected number > 0"),
-        (["run", "felo", "--set", "felo.alpha=-1"], 2, "'felo.alpha': expected number >= 0"),
-        (["run", "fello"], 2, "did you mean 'felo'?"),
-        (["sweep", "felo", "felo.alpha=1,-1"], 2, "'felo.alpha': expected number >= 0"),
-        (["deploy-local", "felo", "--set", "lr=-1"], 2, "'training.lr': expected number > 0"),
-    ],
-    ids=lambda part: "-".join(part) if isinstance(part, list) else "",
-)
-def test_commands_without_training_import_no_heavy_library(words, status, says):
-    # Typer reads TERMINAL_WIDTH as an integer when it shows help.
-    found, said, modules = imported_by(*words, TERMINAL_WIDTH="wide")
-    assert found == status, said
-    assert says in said
-    assert "fedhet" in modules
-    assert not modules & HEAVY
+def assert_light(cases, **environment):
+    """Run commands one after another in one new process, which imports no heavy library."""
+    commands = json.dumps([words.split() for words in cases])
+    done = python("-P", "-c", SEVERAL, commands, **environment)
+    assert done.returncode == 0, done.stderr
+    for (words, (status, says)), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
+        found, said, modules = json.loads(line)
+        assert found == status, (words, said)
+        assert says in said, (words, said)
+        assert "fedhet" in modules
+        assert not HEAVY & {*modules}, words
+
+
+def test_commands_without_training_import_no_heavy_library():
+    cases = {
+        "--help": (0, "deploy-local"),
+        "--version": (0, "0."),
+        "run --help": (0, "--resume"),
+        "methods": (0, "class-wise features and logits"),
+        "methods felo": (0, "felo.share-weights"),
+        "presets": (0, "felo-cifar10"),
+        "settings": (0, "engine.round-timeout"),
+        "table": (0, "architectures and by partition"),
+        "run felo --set lrr=1": (2, "did you mean 'training.lr'?"),
+        "run felo --set lr=-1": (2, "'training.lr': expected number > 0"),
+        "run felo --set felo.alpha=-1": (2, "'felo.alpha': expected number >= 0"),
+        "run fello": (2, "did you mean 'felo'?"),
+        "sweep felo felo.alpha=1,-1": (2, "'felo.alpha': expected number >= 0"),
+        "deploy-local felo --set lr=-1": (2, "'training.lr': expected number > 0"),
+    }
+    assert_light(cases, TERMINAL_WIDTH="wide")  # Typer reads it as an integer when it shows help
 
 
 def test_schema_of_a_table_needs_no_pytorch(tmp_path):
@@ -101,45 +124,30 @@ print("IMPORTED", *sys.modules)
 """
 
 
-@pytest.mark.parametrize("method", ["felo", "fedtgp"])  # The server of FedTGP also trains.
-def test_small_run_imports_no_ray_compiler_or_plots(method, tmp_path):
+def test_small_run_imports_no_ray_compiler_or_plots(tmp_path):
     """Unlike the commands above, it imports PyTorch; otherwise, the list would prove nothing.
 
-    The networks are not from torchvision, which imports PyTorch's compiler.
+    The networks are not from torchvision, which imports PyTorch's compiler. The server of FedTGP
+    trains as well as its clients.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINING, str(tmp_path / "run"), method],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", TRAINING, str(tmp_path / "run"), "fedtgp")
     assert done.returncode == 0, done.stderr
     modules = set(done.stdout.rpartition("IMPORTED ")[2].split())
     assert {"torch", "flwr"} <= modules
     assert (tmp_path / "run" / "summary.json").exists()
-    unneeded = {
-        "torch._dynamo",
-        "torch._inductor",
-        "torchvision",
-        "ray",
-        "datasets",
-        "flwr_datasets",
-        "pandas",
-        "matplotlib",
-        "seaborn",
-    }
-    assert not modules & unneeded
+    unneeded = "torch._dynamo torch._inductor torchvision ray datasets flwr_datasets pandas"
+    assert not modules & {*unneeded.split(), "matplotlib", "seaborn"}
 
 
 COMPILED = """
 import sys
 import torch
-if len(sys.argv) > 1:
-    import fedhet
-    settings = {"data.max-samples": 60, "training.local-epochs": 1, "models.pool": "mlp"}
-    settings |= {"clients": 2, "rounds": 1, "engine.backend": "inline"}
-    fedhet.run("fedavg", out=sys.argv[1], progress=False, settings=settings)
+from pathlib import Path
+from fedhet.config.resolve import resolve
+from fedhet.engines.simulate import train
+values = {"method": "fedavg", "data.max-samples": 60, "training.local-epochs": 1}
+values |= {"models.pool": "mlp", "clients": 2, "rounds": 1, "engine.backend": "inline"}
+train(resolve(values), Path(sys.argv[1]))
 operations = []
 def record(graph, inputs):
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
@@ -155,15 +163,9 @@ print("OPERATIONS", operations)
 
 
 def test_training_does_not_change_what_pytorch_compiles_for_the_user(tmp_path):
-    def operations(*words):
-        command = [sys.executable, "-c", COMPILED, *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.rpartition("OPERATIONS ")[2].strip()
-
-    assert operations() == "[['mul']]"
-    assert operations(str(tmp_path / "run")) == "[['mul']]"
+    done = python("-c", COMPILED, str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rpartition("OPERATIONS ")[2].strip() == "[['mul']]", "not of `excluded`"
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -193,13 +195,7 @@ except SystemExit:
     ids=["run", "sweep"],
 )
 def test_first_line_comes_before_the_heavy_imports(words, line):
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", FIRST, *words)
     first, imported = done.stdout.splitlines()
     assert first == line
     assert not set(imported.split()) & HEAVY
@@ -219,13 +215,7 @@ command()
 
 @pytest.mark.parametrize(("word", "status"), [("--version", 0), ("nosuch", 2)])
 def test_program_ends_with_its_status_and_exit_handlers(word, status):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING, word],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", ENDING, word)
     assert done.returncode == status
     assert {"thread", "atexit"} <= set(done.stdout.split())
 
@@ -329,13 +319,8 @@ def test_declaration_imports_neither_pytorch_nor_flower():
     modules = [f"fedhet.methods.{name.replace('-', '_')}" for name in sorted(shipped_names())]
     lines = [f"import {module}" for module in modules]
     lines += ["import sys", "print(*{name.partition('.')[0] for name in sys.modules})"]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", "\n".join(lines))
+    assert done.returncode == 0, done.stderr
     imported = set(done.stdout.split())
     assert "fedhet" in imported
     assert not imported & HEAVY
@@ -360,19 +345,15 @@ def test_new_setting_is_known_to_the_commands_at_once(tmp_path):
 def test_without_the_experiments_only_their_command_is_missing(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "experiments")
     shutil.copytree(ROOT / "fedhet", tmp_path / "fedhet", ignore=ignored)
-    for words, says in [
-        (["methods"], "class-wise features and logits"),
-        (["run", "--help"], "--resume"),
-        (["--help"], "deploy-local"),
-    ]:
-        status, said, modules = imported_by(*words, PYTHONPATH=str(tmp_path))
-        assert status == 0, said
-        assert says in said
-        assert not modules & HEAVY
-        assert "table" not in re.findall(r"^\W*([a-z-]+)  ", said, re.MULTILINE)
-    status, said, _ = imported_by("table", PYTHONPATH=str(tmp_path))
-    assert status == 2
-    assert "No such command 'table'" in said
+    cases = {
+        "methods": (0, "class-wise features and logits"),
+        "run --help": (0, "--resume"),
+        "table": (2, "No such command 'table'"),
+    }
+    assert_light(cases, PYTHONPATH=str(tmp_path))
+    status, said, _ = imported_by("--help", PYTHONPATH=str(tmp_path))
+    assert (status, "deploy-local" in said) == (0, True)
+    assert "table" not in re.findall(r"^\W*([a-z-]+)  ", said, re.MULTILINE)
     values = '{"method": "local", "clients": 2, "rounds": 1, "models.pool": ["mlp"]}'
     lines = f"""
 from pathlib import Path
@@ -382,8 +363,8 @@ from fedhet.engines.simulate import simulate
 assert Path(fedhet.__file__).is_relative_to("{tmp_path}")
 simulate(resolve({values}), Path("{tmp_path}") / "run")
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-P", "-c", lines], env=environment, check=True, timeout=300)
+    done = python("-P", "-c", lines, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "report.html").exists()
 
 
