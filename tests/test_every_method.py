@@ -161,7 +161,14 @@ LEARNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "changes", "bounds"), LEARNS)
+ORDINARY = {"fedavg", "fedkd", "fedproto", "ds-fl"}
+"""They average weights, learn from a second model, from classes, and from public samples."""
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "bounds"),
+    [pytest.param(*a, marks=[] if a[0] in ORDINARY else pytest.mark.slow) for a in LEARNS],
+)
 def test_run_learns(tmp_path, method, changes, bounds):
     found = run(small(method, clients=3, **changes), tmp_path / "run")["accuracy"]
     assert set(found["personal"]) == set(find_method(method).spec.kinds)

@@ -43,6 +43,7 @@ def shown(notebook):
     return ["\n".join(texts) for texts in outputs]
 
 
+@pytest.mark.slow
 def test_notebook_outputs_are_current(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
