@@ -306,10 +306,7 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
     ("settings", "message"),
     [
         ({"method": "local", "attack": "lie"}, "clients of local send neither logits nor weights"),
-        (
-            {"attackers": 1},
-            "'attack.attackers': expected 0 if 'attack.kind' is none, got 1",
-        ),
+        ({"attackers": 1}, "'attack.attackers': expected 0 if 'attack.kind' is none, got 1"),
         ({"attack": "paf", "attackers": 4}, "expected less than 'clients' = 4"),
     ],
 )

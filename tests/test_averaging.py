@@ -46,10 +46,7 @@ def some_models(draw):
     scale = draw(st.sampled_from([1e-3, 1.0, 1e4]))
     weights = draw(st.lists(st.integers(1, 5000), min_size=count, max_size=count))
     return [
-        (
-            {n: np.asarray(scale * rng.normal(size=s), np.float32) for n, s in shapes.items()},
-            weight,
-        )
+        ({n: np.asarray(scale * rng.normal(size=s), np.float32) for n, s in shapes.items()}, weight)
         for weight in weights
     ]
 

@@ -146,16 +146,10 @@ DATA = "data"
     ("change", "words"),
     [
         ({"torch": "1.0"}, "PyTorch must be 1.0 as on this machine, got {torch}"),
-        (
-            {"token": ".of-another-run"},
-            "does not share the run's directory {run} with",
-        ),
+        ({"token": ".of-another-run"}, "does not share the run's directory {run} with"),
         ({"device": "mps"}, "device mps not found"),
         ({"data": {"/nowhere": (2, 7, "d")}}, "data /nowhere not found"),
-        (
-            {"data": {DATA: (1, 7, "d")}},
-            "2 files of 7 bytes there, 1 file of 7 bytes here",
-        ),
+        ({"data": {DATA: (1, 7, "d")}}, "2 files of 7 bytes there, 1 file of 7 bytes here"),
         ({"data": {DATA: None}}, "{data} differs: 2 files of 7 bytes there, nothing here"),
         ({"data": {DATA: (2, 7, "d")}}, "differs in the names or sizes of its files"),
         ({"modules": ("os", "nomod.x")}, "module 'nomod.x' not found"),
@@ -568,10 +562,7 @@ def test_rejected_run_leaves_no_directory(tmp_path):
 
 def test_existing_run_is_unchanged(tmp_path):
     (tmp_path / "config.toml").write_text("")
-    with (
-        pytest.raises(StateError),
-        _created(tmp_path, resume=False),
-    ):
+    with pytest.raises(StateError), _created(tmp_path, resume=False):
         raise AssertionError("not reached")
     with pytest.raises(FedhetError, match="no"), _created(tmp_path, resume=True):
         raise FedhetError("no")

@@ -312,8 +312,7 @@ def test_abstention_raises_unless_enabled(tmp_path, margin, said_, fault):
 
 
 @pytest.mark.parametrize(
-    ("classes", "margin", "dtype"),
-    [(256, 0.0, "uint8"), (255, 0.3, "uint8"), (256, 0.3, "uint16")],
+    ("classes", "margin", "dtype"), [(256, 0.0, "uint8"), (255, 0.3, "uint8"), (256, 0.3, "uint16")]
 )
 def test_abstention_widens_the_type_only_if_needed(classes, margin, dtype):
     strategy = CofedStrategy.__new__(CofedStrategy)

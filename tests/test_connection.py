@@ -212,10 +212,7 @@ def test_terminated_command_leaves_no_directory(monkeypatch, tmp_path):
 def test_site_that_never_connected_is_listed(capsys):
     since = datetime(2026, 1, 2, tzinfo=UTC)
     deploy._list_sites(
-        [
-            control.Site("site-a", 1, "registered", None),
-            control.Site("site-b", 2, "offline", since),
-        ]
+        [control.Site("site-a", 1, "registered", None), control.Site("site-b", 2, "offline", since)]
     )
     _, first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     assert first == "site-a never connected 1"

@@ -59,10 +59,7 @@ def test_finished_run_that_cannot_continue_is_unchanged(tmp_path, change):
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(StateError, match=r"rounds|contains a run"):
         run(longer(config, tmp_path / "run", **change), tmp_path / "run")
-    with pytest.raises(
-        StateError,
-        match="--rounds",
-    ):
+    with pytest.raises(StateError, match="--rounds"):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 

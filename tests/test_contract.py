@@ -363,11 +363,7 @@ def test_finiteness_of_every_floating_type(dtype):
 
 # --- fields that need each other ------------------------------------------------------------
 
-PARTS = {
-    "classes": np.array([1, 3]),
-    "features": f32(2, 2),
-    "logits": f32(2, 4),
-}
+PARTS = {"classes": np.array([1, 3]), "features": f32(2, 2), "logits": f32(2, 4)}
 
 
 @pytest.mark.parametrize("present", [(), ("classes", "features", "logits")])

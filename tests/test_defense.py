@@ -338,11 +338,7 @@ def malicious(kind, contract, round, reply, scale=10.0):
 
 @pytest.mark.parametrize(
     ("kind", "factors"),
-    [
-        ("sign-flip", [-1, -1, -1]),
-        ("scale", [10, 10, 10]),
-        ("alternating", [10, -10, 10]),
-    ],
+    [("sign-flip", [-1, -1, -1]), ("scale", [10, 10, 10]), ("alternating", [10, -10, 10])],
 )
 def test_replies_are_multiplied(kind, factors):
     reply = model([[1.0, -2.0]], steps=3)

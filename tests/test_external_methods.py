@@ -70,10 +70,7 @@ def test_external_method_runs_and_evaluates_its_kind(inline):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [("run", "--backend", "ray"), ("deploy-local",)],
-)
+@pytest.mark.parametrize("command", [("run", "--backend", "ray"), ("deploy-local",)])
 def test_ray_and_deployment_give_identical_metrics(elsewhere, inline, command):
     name = command[0] if command[0] != "run" else "ray"
     found = summary_of(elsewhere, name, command[0], "mymethods.prototypes", *command[1:])
@@ -174,10 +171,7 @@ def test_baseline_uses_settings_of_an_external_method(elsewhere, inline):
             "import nothing_like_it",
             r"cannot import 'broken0\.mine' \(.*mine\.py, line 1\): .*nothing_like_it",
         ),
-        (
-            "",
-            "expected exactly one subclass of .*HetStrategy in broken1.mine, got none",
-        ),
+        ("", "expected exactly one subclass of .*HetStrategy in broken1.mine, got none"),
         (
             "from fedhet.strategies.local import LocalStrategy",
             "expected exactly one subclass of .*HetClient in broken2.mine, got none",

@@ -180,10 +180,7 @@ def test_products_are_computed_lazily():
     np.testing.assert_array_equal(whole.tensors[CONV], product.reshape(6, 2, 2, 2))
     squares = [
         np.square(v.astype(float))
-        for v in (
-            product,
-            *(tensors[f"update/{n}"] for n in ("fc.weight", "fc.bias")),
-        )
+        for v in (product, *(tensors[f"update/{n}"] for n in ("fc.weight", "fc.bias")))
     ]
     total = np.sqrt(sum(s.sum() for s in squares) / sum(s.size for s in squares))
     assert magnitudes_of(whole)["update"] == pytest.approx(total, rel=1e-5)

@@ -66,10 +66,7 @@ def test_only_the_part_is_sent(tmp_path, method):
     state = build(info.model, info.shape, info.classes, seed=0, feature_dim=64).state_dict()
     wanted = expected(state, PARTS.get(method, "all"))
     groups = {"weights", "scale"} if method == "pfedbayes" else {"weights"}
-    for knowledge in (
-        instruction_of(instructions[0]),
-        reply_of(server.train(instructions)[0][1]),
-    ):
+    for knowledge in (instruction_of(instructions[0]), reply_of(server.train(instructions)[0][1])):
         assert set(knowledge.group("weights")) == wanted
         assert {name.split("/")[0] for name in knowledge.tensors} == groups
         assert not knowledge.scalars

@@ -284,10 +284,7 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
     ],
 )
 def test_fedgem_has_no_component_settings(name, value, default):
-    with pytest.raises(
-        SettingsError,
-        match=rf"'fedgems\.{name}'.*{default}",
-    ):
+    with pytest.raises(SettingsError, match=rf"'fedgems\.{name}'.*{default}"):
         fedgems(**{"fedgems.selective": False, f"fedgems.{name}": value})
 
 

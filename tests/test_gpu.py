@@ -273,10 +273,7 @@ def test_client_out_of_memory_is_called_alone(tmp_path):
 
 def test_run_ends_if_no_client_fits_alone(tmp_path):
     config = on_gpu("local", models=["cnn2"], clients=2, batch_size=200)
-    with (
-        pretended(memory=300_000),
-        pytest.raises(FedhetError, match="client-0"),
-    ):
+    with pretended(memory=300_000), pytest.raises(FedhetError, match="client-0"):
         run(config, tmp_path / "run")
     fault = next(iter(records(tmp_path / "run")[0]["failed"].values()))
     assert "(CUDA out of memory" in fault

@@ -93,10 +93,7 @@ def test_kinds_besides_the_private_model(tmp_path):
     assert set(client.kinds) == {"private", "proxy", "ensemble", "global"}
     scores = summary["accuracy"]["common"]["proxy"]["per_client"]
     assert client.accuracy("proxy")["common"] == scores["client-1"]
-    with pytest.raises(
-        StateError,
-        match=r"private, proxy, ensemble, global.*'proxi'",
-    ):
+    with pytest.raises(StateError, match=r"private, proxy, ensemble, global.*'proxi'"):
         client.model("proxi")
 
 
@@ -193,10 +190,7 @@ def test_record_of_another_client_or_with_strange_classes_raises(trained, tmp_pa
 def test_places_of_states(trained, tmp_path):
     directory, _ = trained
     assert clients_in(directory) == clients_in(directory / "state") == [MLP, CNN, TREE]
-    with pytest.raises(
-        StateError,
-        match=r"'client-9'.*client-0, client-1, client-2",
-    ):
+    with pytest.raises(StateError, match=r"'client-9'.*client-0, client-1, client-2"):
         open_client(directory, "client-9")
     with pytest.raises(StateError):
         open_client(tmp_path / "nowhere", MLP)

@@ -1163,9 +1163,7 @@ def test_lying_server_and_a_colluding_site_learn_only_sums_over_two_honest_sites
             if sum(i in told[k] for k in honest) + 1 >= needed  # 1 colludes
         ]
         known_s = [(i, j) for i, j in pairs if j not in told[i] or i not in told[j]]
-        unknown = {
-            **{("b", i): n for n, i in enumerate(i for i in honest if i not in known_b)},
-        }
+        unknown = {**{("b", i): n for n, i in enumerate(i for i in honest if i not in known_b)}}
         unknown |= {
             ("s", p): len(unknown) + n for n, p in enumerate(p for p in pairs if p not in known_s)
         }

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from federation import small
 
-from fedhet.base.errors import SettingsError
 from fedhet.config.sources import defaults, to_flower
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.log import RunLog
@@ -72,10 +71,7 @@ def test_method_uses_sides_of_the_extended_method(tmp_path):
 
 @pytest.mark.parametrize(
     ("room", "others"),
-    [
-        ("fedhet.methods", {"registry.py", "spec.py"}),
-        *((half, {"base.py"}) for half in HALVES),
-    ],
+    [("fedhet.methods", {"registry.py", "spec.py"}), *((half, {"base.py"}) for half in HALVES)],
 )
 def test_method_packages_contain_only_methods(room, others):
     inside = {
@@ -87,11 +83,6 @@ def test_method_packages_contain_only_methods(room, others):
     if room in HALVES:  # Some methods use the strategy or the client of another method.
         methods &= {f"{m.rpartition('.')[2]}.py" for m in used_modules() if m.startswith(room)}
     assert inside == {"__init__.py", *others, *methods}
-
-
-def test_unknown_method_names_the_nearest():
-    with pytest.raises(SettingsError, match=r"^unknown method 'fello'; did you mean 'felo'\?$"):
-        find_method("fello")
 
 
 # --- settings ---------------------------------------------------------------------------------

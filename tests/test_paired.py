@@ -290,10 +290,7 @@ def test_other_kinds_can_be_compared(tmp_path: Path) -> None:
         assert pair.last.mean == pytest.approx(np.mean(each))
         assert pair.last.seed_error == pytest.approx(np.std(each, ddof=1) / math.sqrt(3))
         assert f"{baseline} (private)" in shown(paired_table(found))
-    with pytest.raises(
-        SettingsError,
-        match=r"'local'.*private.*'proxy'",
-    ):
+    with pytest.raises(SettingsError, match=r"'local'.*private.*'proxy'"):
         compare(paths, against="local:proxy")
     with pytest.raises(SettingsError, match=r"^kind: .*'proxy'"):
         compare(paths, kind="proxy", protocol="personal")

@@ -378,8 +378,7 @@ def test_sites_of_a_local_deployment_have_the_limit_of_its_run(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("lr", 0.5), ("optimizer", "sgd"), ("local-epochs", 2), ("batch-size", 8)],
+    ("name", "value"), [("lr", 0.5), ("optimizer", "sgd"), ("local-epochs", 2), ("batch-size", 8)]
 )
 def test_site_with_peers_has_no_training_settings_of_its_own(tmp_path, name, value):
     """If only this site trained, a server would learn its update from the sum."""

@@ -6,7 +6,6 @@ import pytest
 
 from fedhet import models
 from fedhet.base.errors import SettingsError
-from fedhet.cli.run import read_sweep
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import gather, preset_names, read_preset
 
@@ -163,31 +162,6 @@ def test_felo_presets_equal_the_paper(method, dataset, iid, pool):
 def test_combined_felo_presets_equal_named_presets(method, name, parts):
     whole, joined = (resolve(read_preset(f"{method}-{each}")).flat() for each in (name, parts))
     assert whole == joined
-
-
-@pytest.mark.parametrize("preset", ["velo-cifar10-iid", "velo-cifar10"])
-def test_table_4_of_velo_is_a_sweep(preset):
-    """`fedhet sweep velo interval=1,2,3,4,5,6,8,10 --preset …`."""
-    name, swept = read_sweep("interval=1,2,3,4,5,6,8,10", "velo")
-    configs = [resolve({**gather("velo", preset), name: value}) for value in swept]
-    assert [config.method_settings.interval for config in configs] == [1, 2, 3, 4, 5, 6, 8, 10]
-    assert {config.run.rounds for config in configs} == {100}
-
-
-@pytest.mark.parametrize("alpha", [None, 0.1, 0.5, 1])
-@pytest.mark.parametrize("method", ["felo", "velo", "local"])
-def test_small_felo_experiment_is_equal_for_every_method(method, alpha):
-    names = "felo-fmnist-small" + (f",alpha-{alpha}" if alpha else "")
-    config = resolve(gather(method, names))
-    run = config.run
-    assert (run.clients, run.fraction, run.rounds) == (20, 0.2, 40)
-    assigned = Counter(models.assign(run.models.pool, run.clients, run.seed, run.models.assignment))
-    assert assigned == dict.fromkeys(("cnn2", "cnn3", "lenet5", "cofed-cnn1", "cofed-cnn3"), 4)
-    assert run.data.partition == ("dirichlet" if alpha else "iid")
-    assert not alpha or run.data.alpha == alpha
-    assert (
-        config.method_settings == type(config.method_settings)()
-    )  # the methods' own settings at their defaults
 
 
 # FedGEMS, Section 4.1 and Table 13; Tables 10 and 11 for the models.

@@ -219,8 +219,5 @@ def test_unreachable_epsilon_raises():
     [{"epsilon": 1.0, "noise-multiplier": 1.0}, {"class-noise": 4.0}, {"count-noise": 4.0}],
 )
 def test_settings_that_contradict_each_other_raise(given_):
-    with pytest.raises(
-        (ValueError, SettingsError),
-        match=r"'privacy\.epsilon'|without noise",
-    ):
+    with pytest.raises((ValueError, SettingsError), match=r"'privacy\.epsilon'|without noise"):
         PrivacySettings(**given_)

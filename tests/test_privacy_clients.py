@@ -929,11 +929,7 @@ def test_unsupported_method_raises_with_the_reason(method):
         ("fedtype", {"proxy": "cnn3"}, "'fedtype.proxy': .* expected cnn3-gn .* got 'cnn3'"),
         ("fedtype", {"backward": "conformal"}, "expected symmetric or topk or none"),
         ("felo", {"clip": 1.0}, "'training.clip': expected 0 with .* got 1.0"),
-        (
-            "felo",
-            {"semi": "fixmatch"},
-            "'training.semi': expected none",
-        ),
+        ("felo", {"semi": "fixmatch"}, "'training.semi': expected none"),
         ("felo", {"pace.select": "power-of-choice"}, "expected random"),
         ("felo", {"schedule": "plateau"}, "expected constant or cosine or step"),
         ("felo", {"engine.precision": "bfloat16"}, "expected float32"),

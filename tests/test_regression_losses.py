@@ -437,8 +437,7 @@ def test_loss_is_shared_with_other_processes_and_stored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in REGRESSION],
+    "method", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in REGRESSION]
 )
 def test_methods_learn_quantiles(method, tmp_path):
     changes = {**SETTINGS["quantile"], "data.target": f"stay,{NAMES[2]}", "rounds": 2}

@@ -47,9 +47,12 @@ def test_run_directory_contains_the_documented_files(felo):
         assert values["worst"] == min(each)
 
 
-def test_summary_counts_the_test_samples(felo):
+def test_summary_and_partition_count_every_sample(felo):
     directory, summary = felo
-    counts = json.loads((directory / "partition.json").read_text())["counts"].values()
+    content = json.loads((directory / "partition.json").read_text())
+    counts = content["counts"].values()
+    assert sum(map(sum, counts)) == 400
+    assert content["classes"] == [str(digit) for digit in range(10)]
     clients = [json.loads(path.read_text()) for path in directory.glob("state/*/*/client.json")]
     assert len(clients) == 4
     personal = sum(map(sum, counts)) - sum(client["samples"] for client in clients)
@@ -310,10 +313,3 @@ def test_config_left_by_a_run_runs_again(felo, tmp_path):
     directory, summary = felo
     config = resolve({**read_toml(directory / "config.toml"), "out": ""})
     assert without_times(run(config, tmp_path / "again")) == without_times(summary)
-
-
-def test_partition_file_counts_every_sample(felo):
-    directory, _ = felo
-    content = json.loads((directory / "partition.json").read_text())
-    assert sum(map(sum, content["counts"].values())) == 400
-    assert content["classes"] == [str(digit) for digit in range(10)]

@@ -101,22 +101,6 @@ def test_settings_are_frozen(table, name):
         setattr(getattr(run, table) if table else run, name, 3)
 
 
-def test_data_spec_copies_settings():
-    values = {"clients": 3, "seed": 9, "data.partition": "iid", "data.alpha": 2.0}
-    spec = DataSpec.for_run(resolve({**values, "data.max-samples": 50}).run)
-    said = (spec.clients, spec.partition, spec.alpha, spec.seed, spec.max_samples)
-    assert said == (3, "iid", 2.0, 9, 50)
-    alike = DataSpec(
-        clients=3, seed=9, partition="iid", alpha=2.0, max_samples=50, validation_fraction=0.0
-    )
-    assert (spec, hash(spec)) == (alike, hash(alike))  # so that caches find it
-
-
-def test_pool_is_read_with_its_spaces():
-    given = parse_pairs(["models.pool= mlp , cnn2,mlp "])
-    assert resolve(given).run.models.pool == ("mlp", "cnn2", "mlp")
-
-
 # --- tables ---------------------------------------------------------------------------------
 
 
@@ -154,26 +138,6 @@ def test_paths_and_machines_are_no_part_of_the_experiment():
     assert where_it_ran() >= {*PLACE, *machine, "engine.backend"}
     experiment = {"method", "rounds", "seed", "clients", "data.dataset", "models.pool"}
     assert not where_it_ran() & {*experiment, "training.lr", "engine.precision", "attack.kind"}
-
-
-# --- what follows from the method -----------------------------------------------------------
-
-USUAL = ("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10")
-
-
-@pytest.mark.parametrize(
-    ("method", "public", "labeled", "pool", "rounds"),
-    [
-        ("felo", 0.0, 0.0, USUAL, 10),
-        ("fedavg", 0.0, 0.0, ("cnn2",), 10),
-        ("cofed", 0.2, 0.0, USUAL, 2),
-        ("um-pfssl", 0.0, 0.5, ("cnn2-dropout",), 10),
-    ],
-)
-def test_defaults_of_some_methods(method, public, labeled, pool, rounds):
-    run = resolve({"method": method}).run
-    assert (run.data.public_fraction, run.data.labeled_alpha) == (public, labeled)
-    assert (run.models.pool, run.rounds) == (pool, rounds)
 
 
 @pytest.mark.parametrize("method", method_names())

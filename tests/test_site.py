@@ -26,11 +26,7 @@ PARTITION = {"partition-id": 0, "num-partitions": 4}
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [
-        ("engine.device", "cuda:9"),
-        ("engine.ray-address", "10.0.0.1:6379"),
-        ("out", "a:b"),
-    ],
+    [("engine.device", "cuda:9"), ("engine.ray-address", "10.0.0.1:6379"), ("out", "a:b")],
 )
 def test_device_address_and_directory_are_no_imports(setting, value):
     run = {**SHIPPED, setting: value}

@@ -331,10 +331,7 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
 def test_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     place = write(tmp_path / "a.csv")
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
-    with pytest.raises(
-        DataError,
-        match=r"128 tokens.*8192",
-    ):
+    with pytest.raises(DataError, match=r"128 tokens.*8192"):
         RunData(public).public_set("text", (0, 128, 8192), None)
 
 

@@ -503,10 +503,7 @@ def test_replies_are_stored_on_disk(tmp_path):
 
 
 def test_models_must_be_equal_and_have_dropout(tmp_path):
-    with pytest.raises(
-        FedhetError,
-        match=r"'models\.pool'.*'cnn2-dropout', 'mlp'",
-    ):
+    with pytest.raises(FedhetError, match=r"'models\.pool'.*'cnn2-dropout', 'mlp'"):
         Server(um(models=["cnn2-dropout", "mlp"]), tmp_path / "a")
     with pytest.raises(FedhetError, match=r"'models\.pool'.*dropout.*'cnn2'"):
         Server(um(models="cnn2"), tmp_path / "b")

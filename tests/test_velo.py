@@ -308,8 +308,7 @@ def test_outlier_reply_does_not_make_the_cvae_diverge(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.min-separation": 0.1}],
+    "changes", [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.min-separation": 0.1}]
 )
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_restored_server_continues_bit_for_bit(tmp_path, changes, stop):

@@ -13,15 +13,9 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.cli import app
-from fedhet.cli.options import (
-    complete_method,
-    complete_preset,
-    complete_setting,
-    console,
-    errors,
-)
+from fedhet.cli.options import complete_method, complete_preset, complete_setting, console, errors
 from fedhet.cli.training import _resume_hint
-from fedhet.config.sources import all_settings, preset_names
+from fedhet.config.sources import preset_names
 from fedhet.methods.registry import find_method
 from fedhet.models.user_model import import_user_model
 from fedhet.runs.display import line_display
@@ -29,7 +23,7 @@ from fedhet.runs.progress import duration
 from fedhet.runs.records import PastRound, RunSeconds, Summary
 from fedhet.runs.units import console_for
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import SYNONYMS, UNSUPPORTED, unknown
+from fedhet.settings.schema import SYNONYMS, UNSUPPORTED
 
 COMMANDS = typer.main.get_command(app).commands
 
@@ -72,11 +66,6 @@ def test_synonyms_refer_to_existing_settings():
 def test_setting_of_the_method_precedes_a_synonym():
     result = CliRunner().invoke(app, ["run", "velo", "--set", "epochs=-1"])
     assert "'velo.epochs': expected integer >= 1" in str(result.exception)
-
-
-def test_misspelled_setting_gets_a_suggestion():
-    said = str(unknown("locl-epochs", all_settings()))
-    assert "did you mean 'training.local-epochs'?" in said
 
 
 @pytest.mark.parametrize(
