@@ -20,7 +20,6 @@ from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 from tools.results import pages
 
 DOCS = Path(__file__).parent.parent / "docs"
-TABLES = MEASURED.parent / "tables"
 KEYS = {"paper", "table", "size", "data", "claim", "verdict"}
 VERDICTS = {"holds", "not-told-apart", "does-not-hold", "not-measured"}
 
