@@ -225,6 +225,7 @@ def test_hidden_labels_are_used_only_for_metrics(tmp_path):
     assert errors[0] != errors[1]
 
 
+@pytest.mark.slow
 def test_run_learns_and_becomes_confident(tmp_path):
     chosen = {"rounds": 6, "local_epochs": 3, "labeled_alpha": 1.0, "models": "cnn2"}
     summary = run(semi("fedavg", **chosen, **{"data.max-samples": 0}), tmp_path / "run")

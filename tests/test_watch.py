@@ -18,7 +18,6 @@ from synthetic import lines_of, make
 from test_page_browser import BROWSER, browser  # noqa: F401
 
 from fedhet.base.errors import SettingsError, StateError
-from fedhet.cli import main
 from fedhet.report import watch
 from fedhet.report.watch import serve
 from fedhet.runs.directory import lock
@@ -94,36 +93,29 @@ def test_damaged_status_raises(tmp_path):
         read_status(tmp_path)
 
 
-def call(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["fedhet", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code, capsys.readouterr()
-
-
-def test_status_shows_the_newest_run(tmp_path, monkeypatch, capsys):
+def test_status_shows_the_newest_run(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, capsys, "status")[0] == 2
+    assert call("status")[0] == 2
     make(Path("runs/old"))
     os.utime("runs/old/config.toml", (1, 1))
     make(Path("runs/new"))
-    code, said = call(monkeypatch, capsys, "status", "--json")
+    code, said, _ = call("status", "--json")
     assert code == 0
-    assert json.loads(said.out)["directory"] == "runs/new"
-    assert "in runs/old" in call(monkeypatch, capsys, "status", "runs/old")[1].out
+    assert json.loads(said)["directory"] == "runs/new"
+    assert "in runs/old" in call("status", "runs/old")[1]
     make(Path("seeds/seed-1"))
-    assert "in seeds/seed-1" in call(monkeypatch, capsys, "status", "seeds")[1].out
+    assert "in seeds/seed-1" in call("status", "seeds")[1]
     Path("empty").mkdir()
-    assert "empty: no run found" in call(monkeypatch, capsys, "status", "empty")[1].err
+    assert "empty: no run found" in call("status", "empty")[2]
 
 
-def test_servers_status_needs_its_authority(monkeypatch, capsys):
-    code, said = call(monkeypatch, capsys, "status", "server:9093")
-    assert code == 2
-    assert "--ca" in said.err
-    code, said = call(monkeypatch, capsys, "status", "server", "--ca", "ca.crt")
-    assert code == 2
-    assert "expected HOST:PORT" in said.err
+def test_servers_status_needs_its_authority(call):
+    for words, says in (
+        (["server:9093"], "--ca"),
+        (["server", "--ca", "ca.crt"], "expected HOST:PORT"),
+    ):
+        code, _, fault = call("status", *words)
+        assert (code, says in fault) == (2, True), fault
 
 
 @pytest.fixture
