@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from test_tabular import write_adult
 
 from fedhet.base.errors import DataError
-from fedhet.data.images import decode
 from fedhet.data.site import site_data
+from fedhet.data.sources.images import decode
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 

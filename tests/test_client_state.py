@@ -22,7 +22,7 @@ from fedhet.base.arrays import read_npy
 from fedhet.base.disk import load_npz, map_npy
 from fedhet.base.errors import StateError
 from fedhet.client_runtime.state import ClientState, MessageClient, ReplyStore
-from fedhet.data.sources.files import kind_of_arrays_in, read_arrays
+from fedhet.data.sources.arrays import kind_of_arrays_in, read_arrays
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import TABLE
 from fedhet.learning.devices import CPU

@@ -25,10 +25,9 @@ from pydantic import ValidationError
 from fedhet.base.errors import DataError, FedhetError, SettingsError
 from fedhet.base.seeding import derive, numpy_rng
 from fedhet.config.resolve import check, resolve
-from fedhet.data import images
 from fedhet.data.partition import partition
 from fedhet.data.site import site_data
-from fedhet.data.sources import dataset_names
+from fedhet.data.sources import dataset_names, images
 from fedhet.data.spec import DataSpec, stratified
 from fedhet.data.store import RunData, load
 from fedhet.learning.devices import scaled

@@ -23,7 +23,7 @@ from fedhet.cli.options import loading
 from fedhet.cli.training import error_of, exit_on_signal, run_parallel
 from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
-from fedhet.data.images import _cache_file
+from fedhet.data.sources.images import _cache_file
 from fedhet.engines.connection import KEEPING_PAGES, for_training, for_workers, inherited
 from fedhet.runs.units import make_output_lenient
 from fedhet.server.app import run_directory

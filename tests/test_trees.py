@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.cli import app
 from fedhet.data.folders import Walk, _warn_once
-from fedhet.data.images import IMAGES, decode
 from fedhet.data.site import site_data
+from fedhet.data.sources.images import IMAGES, decode
+from fedhet.data.sources.texts import read_files
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.texts import read_files
 from fedhet.inference.client import _files_in
 
 

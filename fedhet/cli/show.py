@@ -222,7 +222,7 @@ def schema_command(
     spec = build(DataSpec, settings, prefix="data.")
     if table.suffix == ".npz":
         # This module imports PyTorch, which the schema of a table does not need.
-        from fedhet.data.sources.files import read_arrays
+        from fedhet.data.sources.arrays import read_arrays
 
         rows = array_table(read_arrays(table, ("y",), spec)["y"], table, spec)
         schema = infer_targets(rows, spec, say, declared)

@@ -19,7 +19,7 @@ from fedhet.data.folders import CLASSES_FILE
 from fedhet.data.partition import hold_out, hold_out_validation
 from fedhet.data.schemas import SCHEMA, find_schema
 from fedhet.data.sources import find_source
-from fedhet.data.sources.files import MAX_CLASSES
+from fedhet.data.sources.arrays import MAX_CLASSES
 from fedhet.data.spec import FIXED_SEED, DataSpec, Expected, no_test_error, reading
 from fedhet.data.store import read_source
 from fedhet.data.texts import text_sample_shape

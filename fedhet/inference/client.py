@@ -42,14 +42,15 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.data.dataset import Format, Split
 from fedhet.data.folders import Files, Walk
-from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.rows import ENDINGS, read_table
 from fedhet.data.site import known_outputs
-from fedhet.data.sources.files import read_arrays
+from fedhet.data.sources.arrays import read_arrays
+from fedhet.data.sources.images import IMAGES, MODES, Form, decode_blocks
+from fedhet.data.sources.texts import TEXTS
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.store import RunData
 from fedhet.data.tables import encode
-from fedhet.data.texts import TEXTS, tokenize
+from fedhet.data.texts import tokenize
 from fedhet.kinds import IMAGE, KINDS, TABLE, TEXT
 from fedhet.learning.devices import Compute, compute_for, scaled
 from fedhet.learning.training import logits_of

@@ -25,8 +25,8 @@ from fedhet.base.disk import expanded, read_json
 from fedhet.base.errors import DataError
 from fedhet.data.columns import find_words
 from fedhet.data.dataset import Dataset, Format, Location, Source, Split
-from fedhet.data.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
 from fedhet.data.rows import missing_column_error
+from fedhet.data.sources.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
 from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 from fedhet.data.targets import find_classes, label_text
 from fedhet.data.texts import text_sample_shape, tokenize

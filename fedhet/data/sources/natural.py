@@ -36,8 +36,8 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels
-from fedhet.data.images import decode
-from fedhet.data.sources.files import check_no_subset, convert_labels
+from fedhet.data.sources.arrays import check_no_subset, convert_labels
+from fedhet.data.sources.images import decode
 from fedhet.data.spec import FIXED_SEED, DataSpec, Index, check_max_bytes, reading, subset_rows
 from fedhet.kinds import IMAGE, PADDING, SIGNAL, TEXT, Kind, Shape, text_shape
 

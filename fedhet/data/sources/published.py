@@ -29,7 +29,7 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.data.columns import MAX_NUMBER
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
 from fedhet.data.rows import read_bounded
-from fedhet.data.sources.files import convert_labels, numbered_classes, read_arrays
+from fedhet.data.sources.arrays import convert_labels, numbered_classes, read_arrays
 from fedhet.data.spec import FIXED_SEED, DataSpec, Index, check_max_bytes, reading, stratified
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.settings.run import DataSettings

@@ -30,7 +30,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from fedhet.base.errors import DataError, nearest
 from fedhet.data.dataset import Dataset, Format, Source, Split, no_path
-from fedhet.data.sources.files import (
+from fedhet.data.sources.arrays import (
     check_no_subset,
     check_same_form,
     concatenate_clients,

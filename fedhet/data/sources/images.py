@@ -1,4 +1,4 @@
-"""Image decoding with Pillow, and an on-disk cache of decoded image files.
+"""Source `imagefolder:PATH`: decoding with Pillow, and an on-disk cache of decoded image files.
 
 The cache stores arrays [N, C, H, W] uint8 as .npy files in FEDHET_CACHE_DIR (or ~/.cache/fedhet),
 named by a hash of their sources. The files are memory-mapped, so all processes on a machine share
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded, map_npy
 from fedhet.base.errors import DataError, error_reason
-from fedhet.data.folders import Files
+from fedhet.data.dataset import Source
+from fedhet.data.folders import Files, read_folder
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.kinds import IMAGE, Shape
 
@@ -267,3 +268,14 @@ IMAGES = Files(
     IMAGE,
 )  # fmt: skip
 """File type of images, with the common file extensions."""
+
+SOURCES = (
+    Source(
+        "imagefolder",
+        "images: PATH[/train|/test]/CLASS/FILE, or with a label table (labels.csv)",
+        partial(read_folder, files=IMAGES),
+        "PATH",
+        is_mapped=True,
+        owners="imagefolder:PATH",
+    ),
+)

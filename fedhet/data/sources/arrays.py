@@ -1,14 +1,7 @@
-"""Sources for files of users: images, arrays, signals, tables, and texts.
+"""Sources of samples in arrays.
 
-- `imagefolder:PATH`: images in PATH[/train|/test]/CLASS/FILE, or with a label table.
 - `npz:DIR`: images or table rows in .npz files, with one file for each client or for all clients.
 - `signal:DIR`: signals [N, channels, time] in such files.
-- `table:PATH`: a table with the label column `data.target`. PATH is a file, a directory with
-  train.csv and optionally test.csv, or a directory with one file for each client.
-- `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a
-  directory of .txt files in the layout of `imagefolder:PATH`.
-- `next-token:PATH`: windows of a text, labeled with the next token. PATH is a .txt file, or a
-  directory with train.txt and optionally test.txt.
 
 The size of .npz files is checked before decompression, and pickled arrays are rejected.
 """
@@ -29,17 +22,14 @@ import torch
 
 from fedhet.base.arrays import read_header
 from fedhet.base.disk import expanded, load_npz
-from fedhet.base.errors import DataError, SettingsError, describe_error, one_line
+from fedhet.base.errors import DataError, SettingsError, describe_error
 from fedhet.data.dataset import Dataset, Format, Source, Split
-from fedhet.data.folders import PARTS, TEST, TRAIN, is_ignored, read_folder
-from fedhet.data.images import IMAGES
-from fedhet.data.rows import ENDINGS, TEXT_ENDINGS, Table, find_rows, read_table
-from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
+from fedhet.data.folders import TEST, TRAIN
+from fedhet.data.rows import Table
+from fedhet.data.schemas import TableSchema, find_schema
 from fedhet.data.spec import DataSpec, Expected, check_max_bytes, encode_owners, reading
-from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.data.targets import array_table, infer_targets, read_targets
-from fedhet.data.texts import TEXTS, read_texts, read_windows
-from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind, kind_of_arrays
+from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, Kind, kind_of_arrays
 from fedhet.tasks import Classification, find_task
 
 LOG = logging.getLogger("fedhet")
@@ -49,9 +39,6 @@ _BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
 Arrays = dict[str, npt.NDArray[Any]]
 _MIN_TRAIN = 2
 """Minimum number of training samples of a client."""
-
-
-# --- arrays ---------------------------------------------------------------------------------------
 
 
 def read_arrays(
@@ -342,132 +329,7 @@ def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
     return tuple(map(str, range(highest + 1)))
 
 
-# --- trees, tables, and texts ---------------------------------------------------------------------
-
-
-def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return the path of a location, its file of training rows, and its file of test rows.
-
-    A file is None if it is missing. Raises DataError if the path does not exist.
-    """
-    path = expanded(place)
-    if not path.exists():
-        raise DataError(f"{path}: file or directory not found")
-    if path.is_file():
-        return path, path, None
-    train, test = find_rows(path, "train", endings), find_rows(path, "test", endings)
-    others = [each.name for each in _row_files(path, endings) if each not in (train, test)]
-    if train is not None and others:
-        LOG.warning(
-            "%s: only %s %s read; not used: %s",
-            path, f"{train.name} and {test.name}" if test else train.name, "are" if test else "is",
-            one_line(", ".join(others)),
-        )  # fmt: skip
-    return path, train, test
-
-
-def _row_files(directory: Path, endings: Sequence[str]) -> list[Path]:
-    """Return the sorted row files in a directory, except hidden files."""
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if path.name.lower().endswith(tuple(endings)) and not is_ignored(path.name)
-    )
-
-
-def read_own_table(place: str, spec: DataSpec) -> Dataset:
-    """Read the dataset `table:PATH`.
-
-    `Dataset.groups` is set if `data.by` is set or if there is one file per client. Raises DataError
-    if a file is invalid, or if the columns of several files differ.
-    """
-    path, first, test = _located(place, ENDINGS)
-    is_site, file = spec.expected is not None, (path if path.is_dir() else path.parent) / SCHEMA
-    declared = find_schema(path, shared=is_site)
-    if is_site and not (declared and declared.columns):
-        fault = "columns: expected the columns of a table" if declared else "file not found"
-        rule = "because all sites encode values in the same way"
-        raise DataError(f"{file}: {fault}, {rule}. Create the file with `fedhet schema`.")
-    if declared and not is_site and spec.target not in ("", declared.target):
-        raise SettingsError(
-            f"data.target: expected {declared.target!r}, the target in {file}, got {spec.target!r}"
-        )
-    spec = spec.replace(target=declared.target) if declared else spec
-    if first is not None:
-        train = read_table(first, spec)
-        owned = train.owners()
-    else:
-        test = None
-        if spec.by:
-            raise SettingsError(
-                f"data.by must be empty if {path} has one file per client, got {spec.by!r}"
-            )
-        files = _row_files(path, ENDINGS)
-        if not files:
-            raise DataError(
-                f"{path}: no table found, expected files ending in one of {', '.join(ENDINGS)}"
-            )
-        for file in files:
-            stem, *_ = file.name.split(".")
-            if stem.lower() in PARTS:
-                raise DataError(
-                    f"{file}: the name of a part of the data, but the file with the training rows "
-                    f"is missing, expected a name such as {path / 'train.csv'}. If each file has "
-                    "the rows of a client, rename this file."
-                )
-        sites: list[Table] = []
-        for file in files:
-            sites.append(read_table(file, spec, sites[-1].size if sites else 0))
-        owned = {
-            "groups": np.repeat(np.arange(len(sites)), [len(site) for site in sites]),
-            "group_names": tuple(file.name for file in files),
-        }
-        train = Table.concatenate(path, sites, spec)
-    notes: list[str] = []
-    schema = declared
-    if schema is None or not is_site:
-        schema = infer_schema(train, spec, notes.append, declared)
-    samples = labeled_split(schema, train)
-    return Dataset(
-        spec.dataset,
-        samples,
-        labeled_split(schema, read_table(test, spec)) if test else None,
-        Format.from_samples(samples.x, kind=TABLE, schema=schema),
-        columns=schema.widths,
-        **owned,
-        notes=tuple(notes),
-    )
-
-
-def read_own_texts(place: str, spec: DataSpec) -> Dataset:
-    """Read the dataset `text:PATH`.
-
-    `Dataset.groups` is set if `data.by` is set. Raises DataError if a file is invalid.
-    """
-    _, train, test = _located(place, TEXT_ENDINGS)
-    if train is not None:
-        return read_texts(train, test, spec)
-    return read_folder(place, spec, TEXTS)
-
-
-def read_next_tokens(place: str, spec: DataSpec) -> Dataset:
-    """Read the dataset `next-token:PATH`. Raises DataError if the directory has no train.txt."""
-    path = expanded(place)
-    if not path.is_dir():
-        return read_windows(path, None, spec)
-    test = path / "test.txt"
-    return read_windows(path / "train.txt", test if test.exists() else None, spec)
-
-
 SOURCES = (
-    Source(
-        "imagefolder",
-        "images: PATH[/train|/test]/CLASS/FILE, or with a label table (labels.csv)",
-        partial(read_folder, files=IMAGES),
-        "PATH",
-        is_mapped=True,
-        owners="imagefolder:PATH",
-    ),
     Source(
         "npz",
         "images or rows in arrays, one file to partition or one for each client",
@@ -485,24 +347,5 @@ SOURCES = (
         SIGNAL,
         whole_clients=True,
         owners="signal:DIR with train.npz",
-    ),
-    Source(
-        "table",
-        "a table: CSV, TSV, JSON lines, or Parquet, or a directory with one file for each client",
-        read_own_table,
-        "PATH",
-        TABLE,
-        owners="table:FILE",
-    ),
-    Source(
-        "text",
-        "texts: CSV, TSV, JSON lines, or .txt files in the layout of imagefolder:PATH",
-        read_own_texts,
-        "PATH",
-        TEXT,
-        owners="text:PATH",
-    ),
-    Source(
-        "next-token", "windows of a text, to predict the next token", read_next_tokens, "PATH", TEXT
     ),
 )
