@@ -29,7 +29,7 @@ from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build, kebab
 from fedhet.strategies.base import HetStrategy
-from fedhet.wire.identity import client_name
+from fedhet.wire.identity import ClientInfo, client_name
 
 SMALL = {
     "clients": 4,
@@ -42,6 +42,13 @@ SMALL = {
     "engine.backend": "inline",
     "engine.precision": "float32",  # as the references compute; `auto` is the machine's choice
 }
+
+
+def client_info(
+    kind: str, shape: tuple[int, ...], classes: int = 10, order: str = ""
+) -> ClientInfo:
+    """Return the description of a client with samples of a kind and shape."""
+    return ClientInfo("client", "mlp", 1, classes, kind, shape, order)
 
 
 def permitted(node: dict[str, object], run: dict[str, object]) -> dict[str, object]:

@@ -96,9 +96,7 @@ def test_trainer_has_the_selected_data(tmp_path, data, alpha):
     config = federation(**changes)
     client = trainer_of(Server(config, tmp_path))
     x, y = by_hand(config)
-    public = RunData.for_run(config.run).public_set(
-        client.info.kind, client.info.shape, client.info.classes
-    )
+    public = RunData.for_run(config.run).public_set(client.info, labeled=True)
     if data != "clients":
         kept = [public] if data == "public" else [None, public]
         x = torch.cat([x if part is None else part.x for part in kept])

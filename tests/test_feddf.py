@@ -32,7 +32,7 @@ class Slow:
         self.run, members = server.strategy.run, server.strategy.members
         info = server.strategy.reference_client
         self.task = info.shape, info.classes
-        self.x = RunData.for_run(self.run).public_set(info.kind, info.shape, None).x.double()
+        self.x = RunData.for_run(self.run).public_set(info, labeled=False).x.double()
         self.clients = [
             (members[name].info.model, members[name].info.samples, weights)
             for name, weights in replies

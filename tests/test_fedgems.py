@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rounds
 import torch
-from federation import Server, client_of, records, run, small
+from federation import Server, client_info, client_of, records, run, small
 from rounds import altered, instruction_of, reply_of, same
 from torch import nn
 
@@ -224,7 +224,7 @@ def test_server_equals_the_paper(tmp_path, changes, parts):
     config = fedgems(**chosen)
     server = Server(config, tmp_path / "run")
     strategy, own = server.strategy, config.method_settings.flat()
-    public = RunData.for_run(config.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(config.run).public_set(client_info("image", (1, 8, 8)), labeled=True)
     paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()
     for number in (1, 2, 3):
@@ -298,7 +298,11 @@ def test_clients_send_logits_for_requested_samples(tmp_path):
             client = client_of(proxy)
             model = client.models["private"].eval()
             with torch.no_grad():
-                own = model(RunData.for_run(client.run).public_set("image", (1, 8, 8), 10).x[rows])
+                own = model(
+                    RunData.for_run(client.run)
+                    .public_set(client_info("image", (1, 8, 8)), labeled=True)
+                    .x[rows]
+                )
             found = reply_of(result).tensors["logits"]
             np.testing.assert_allclose(found, own, rtol=1e-4, atol=1e-5)
         assert server.flower.state.record.method["upload_ratio"] == len(rows) / 60
@@ -551,7 +555,7 @@ def client_by_the_paper(client, model, number, teacher, epsilon):
                 (sum(losses) / len(losses)).backward()
                 adam.step()
 
-    public = RunData.for_run(client.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(client.run).public_set(client_info("image", (1, 8, 8)), labeled=True)
     if teacher is not None:
         epochs(public.x, public.y, teacher, "public", client.settings.public_epochs, epsilon)
     own = RunData.for_run(client.run).client(0).train
@@ -566,7 +570,7 @@ def test_client_equals_algorithm_1(tmp_path, taught, epsilon):
     client = opened(
         tmp_path, local_epochs=2, **{"fedgems.epsilon": epsilon, "fedgems.public-epochs": 2}
     )
-    public = RunData.for_run(client.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(client.run).public_set(client_info("image", (1, 8, 8)), labeled=True)
     count, start = len(public), copy.deepcopy(client.models["private"])
     teacher = 3 * torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
     wanted = np.arange(count) % 3 == 0
@@ -633,7 +637,7 @@ def test_public_samples_belong_to_no_client(tmp_path):
 def test_site_with_a_public_sample_raises(tmp_path, part):
     """The public fraction is from the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
-    public = RunData.for_run(config.run).public_set("image", (1, 8, 8), 10)
+    public = RunData.for_run(config.run).public_set(client_info("image", (1, 8, 8)), labeled=True)
     owned = RunData.for_run(config.run).client(0).train
     for name in ("train", "test"):
         of = public if name == part else owned

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from federation import Server, fast, small
+from federation import Server, client_info, fast, small
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -14,8 +14,9 @@ from PIL import Image
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import check, resolve
+from fedhet.data.public import check_no_overlap
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import RunData, check_no_overlap, load
+from fedhet.data.store import RunData, load
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.schema import build
 
@@ -41,7 +42,7 @@ def test_public_fraction_belongs_to_no_client(seed, share):
     whole = load(DIGITS.replace(public_fraction=0.0))
     spec = DIGITS.replace(seed=seed, public_fraction=share, partition="iid")
     store = RunData(spec)
-    public = store.public_set(*IMAGES, 10)
+    public = store.public_set(client_info(*IMAGES), labeled=True)
     owned = np.concatenate(store.partition())
     assert len(public) == round(share * len(whole.train))
     assert len(public) + len(owned) == len(whole.train)
@@ -56,12 +57,17 @@ def test_public_fraction_belongs_to_no_client(seed, share):
 
 def test_public_fraction_is_taken_from_each_class():
     whole = np.bincount(load(DIGITS.replace(public_fraction=0.0)).train.y, minlength=10)
-    public = np.bincount(RunData(DIGITS).public_set(*IMAGES, 10).y, minlength=10)
+    public = np.bincount(
+        RunData(DIGITS).public_set(client_info(*IMAGES), labeled=True).y, minlength=10
+    )
     assert np.all(np.abs(public - 0.2 * whole) <= 1)
 
 
 def test_public_fraction_depends_only_on_the_seed():
-    one, same, other = (RunData(DIGITS.replace(seed=s)).public_set(*IMAGES, 10) for s in (1, 1, 2))
+    one, same, other = (
+        RunData(DIGITS.replace(seed=s)).public_set(client_info(*IMAGES), labeled=True)
+        for s in (1, 1, 2)
+    )
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
@@ -70,7 +76,7 @@ def test_public_dataset_is_unchanged_and_truncated(tmp_path):
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
     public = RunData(DIGITS.replace(public_fraction=0, public_dataset=name)).public_set(
-        "image", SHAPE, 10
+        client_info("image", SHAPE), labeled=True
     )
     np.testing.assert_array_equal(public.x[:40].numpy(), x)
 
@@ -81,9 +87,11 @@ def test_unlabeled_public_data_has_one_class(tmp_path):
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.zeros(40, np.int64))
     spec = DIGITS.replace(public_fraction=0, public_dataset=name)
-    assert len(RunData(spec).public_set(*IMAGES, None)) == 80
+    assert len(RunData(spec).public_set(client_info(*IMAGES), labeled=False)) == 80
     one, same, other = (
-        RunData(spec.replace(public_samples=30, seed=s)).public_set(*IMAGES, None).x
+        RunData(spec.replace(public_samples=30, seed=s))
+        .public_set(client_info(*IMAGES), labeled=False)
+        .x
         for s in (0, 0, 1)
     )
     assert len(one) == 30
@@ -101,7 +109,7 @@ def test_digest_of_a_public_set_depends_only_on_samples_and_labels(tmp_path):
     digests = []
     for k, arrays in enumerate([(x, y), (x, y), (pixel, y), (x, label)]):
         spec = DIGITS.replace(public_fraction=0, public_dataset=folder(tmp_path / f"{k}", *arrays))
-        digests.append(RunData(spec).public_digest(*IMAGES))
+        digests.append(RunData(spec).public_digest(client_info(*IMAGES)))
     assert digests[0] == digests[1]
     assert len({*digests}) == 3
 
@@ -109,7 +117,7 @@ def test_digest_of_a_public_set_depends_only_on_samples_and_labels(tmp_path):
 @pytest.mark.parametrize("method", ["fedmd", "feddf", "cofed"])
 def test_server_with_another_public_set_than_a_site_raises(method, tmp_path):
     config = small(method, **fast(method))
-    shown = RunData.for_run(config.run).public_digest(*IMAGES)
+    shown = RunData.for_run(config.run).public_digest(client_info(*IMAGES))
     for digest in (shown, "0" * 16):
         server = Server(config, tmp_path / digest)
         infos = server.strategy.members
@@ -130,7 +138,7 @@ def test_unlabeled_public_images_are_in_one_directory(tmp_path, monkeypatch):
         Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
     name = f"imagefolder:{tmp_path / 'images'}"
     public = RunData(DIGITS.replace(public_fraction=0, public_dataset=name)).public_set(
-        "image", SHAPE, None
+        client_info("image", SHAPE), labeled=False
     )
     np.testing.assert_array_equal(public.x[:, 0, 0, 0], np.arange(6) * 40)
 
@@ -139,17 +147,19 @@ def test_public_set_of_another_shape_or_classes_raises(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
     spec = DIGITS.replace(public_fraction=0, public_dataset=name)
     with pytest.raises(DataError, match=r"\[1, 8, 8\].*\[3\]"):
-        RunData(spec).public_set(*IMAGES, None)
+        RunData(spec).public_set(client_info(*IMAGES), labeled=False)
     with pytest.raises(DataError, match=r"10 classes.*3"):
-        RunData(spec).public_set("table", (3,), 10)
-    assert len(RunData(spec).public_set("table", (3,), None)) == 12
+        RunData(spec).public_set(client_info("table", (3,), 10), labeled=True)
+    assert len(RunData(spec).public_set(client_info("table", (3,)), labeled=False)) == 12
 
 
 def test_public_set_with_a_client_sample_raises():
     own = RunData(DIGITS).client(0).train
     with pytest.raises(DataError, match=r"3 of \d+ .*client-0"):
         check_no_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
-    check_no_overlap(RunData(DIGITS).public_set(*IMAGES, 10), own, "client-0")
+    check_no_overlap(
+        RunData(DIGITS).public_set(client_info(*IMAGES), labeled=True), own, "client-0"
+    )
 
 
 OF_PUBLIC_DATA = sorted(n for n in shipped_names() if find_method(n).spec.needs_public)
@@ -188,14 +198,14 @@ def test_dataset_of_the_run_as_public_dataset_raises():
 
 def test_missing_public_set_raises():
     with pytest.raises(SettingsError, match=r"public data"):
-        RunData(DIGITS.replace(public_fraction=0)).public_set(*IMAGES, 10)
+        RunData(DIGITS.replace(public_fraction=0)).public_set(client_info(*IMAGES), labeled=True)
 
 
 def test_generated_public_rows_have_no_labels():
     spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
-    assert len(RunData(spec).public_set("table", (30,), None)) == 20
+    assert len(RunData(spec).public_set(client_info("table", (30,)), labeled=False)) == 20
     with pytest.raises(SettingsError, match=r"data\.public-dataset"):
-        RunData(spec).public_set("table", (30,), 2)
+        RunData(spec).public_set(client_info("table", (30,), 2), labeled=True)
 
 
 def test_two_sources_of_public_data_raise():

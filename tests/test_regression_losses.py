@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from federation import Server, client_of, fast, records, run
+from federation import Server, client_info, client_of, fast, records, run
 from flwr.common import Context, RecordDict
 from safetensors.numpy import load_file
 from scipy.stats import norm
@@ -31,8 +31,9 @@ from fedhet.client_runtime.node import close_clients
 from fedhet.config.resolve import check, resolve
 from fedhet.data.dataset import Split
 from fedhet.data.rows import read_table
+from fedhet.data.shared import read_dataset, write_dataset
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import RunData, read_dataset, write_dataset
+from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema
 from fedhet.inference.api import Result
 from fedhet.inference.client import open_client, read_inputs
@@ -705,7 +706,7 @@ def test_servers_test_set_in_another_scale_is_not_used(tmp_path, caplog):
         )
     sites, server = stores
     task = (server.dataset.format.kind, server.dataset.format.shape)
-    assert server.common_test_of(*task, server.dataset.format.digest) is not None
-    assert server.common_test_of(*task) is not None
-    assert server.common_test_of(*task, sites.dataset.format.digest) is None
+    assert server.common_test_of(client_info(*task, 1, server.dataset.format.digest)) is not None
+    assert server.common_test_of(client_info(*task)) is not None
+    assert server.common_test_of(client_info(*task, 1, sites.dataset.format.digest)) is None
     assert "the schema of the targets differs from the clients' schema" in caplog.text

@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from federation import client_info
 from torch import nn
 
 from fedhet.base.errors import DataError, StateError
 from fedhet.data import store
 from fedhet.data.dataset import Split, concatenate
+from fedhet.data.public import check_no_overlap
+from fedhet.data.shared import read_dataset
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import RunData, check_no_overlap, read_dataset
+from fedhet.data.store import RunData
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
     CrossEntropy,
@@ -153,7 +156,9 @@ def described(store: RunData) -> list[object]:
         rows += [own.name, own.space, own.format.stored, own.format.shape]
         splits += [own.train, own.test, own.common]
     if spec.public_dataset or spec.public_fraction:
-        splits.append(store.public_set(data.format.kind, data.format.shape, None))
+        splits.append(
+            store.public_set(client_info(data.format.kind, data.format.shape), labeled=False)
+        )
     for split in splits:
         rows.append(split and (str(split.x.dtype), split.x.tolist(), split.y.tolist()))
     return rows

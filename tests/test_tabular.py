@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import torch
-from federation import settings
+from federation import client_info, settings
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.node import read_node
@@ -140,7 +140,11 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
     whole = load(generated_spec(tmp_path)).train.x
     widths = list(load(generated_spec(tmp_path)).columns)
     for size in (80, 50, 200):
-        public = RunData(generated_spec(tmp_path, public_samples=size)).public_set(*ROWS, None).x
+        public = (
+            RunData(generated_spec(tmp_path, public_samples=size))
+            .public_set(client_info(*ROWS), labeled=False)
+            .x
+        )
         orders = set()
         for real, made in zip(*(torch.split(x, widths, 1) for x in (whole, public)), strict=True):
             there = Counter(map(tuple, real.tolist()))
@@ -152,7 +156,12 @@ def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
             orders.add(tuple(map(tuple, made.tolist())))
         assert len(orders) > 3, "columns are permuted alike"
     # Two columns of the same training values, in two orders: the draws are not shared.
-    fnlwgt, age = RunData(generated_spec(tmp_path)).public_set(*ROWS, None).x[:80, [1, 0]].T
+    fnlwgt, age = (
+        RunData(generated_spec(tmp_path))
+        .public_set(client_info(*ROWS), labeled=False)
+        .x[:80, [1, 0]]
+        .T
+    )
     rows = {tuple(row) for row in whole[:, [1, 0]].tolist()}
     assert not {*zip(fnlwgt.tolist(), age.tolist(), strict=True)} <= rows
 
@@ -164,13 +173,13 @@ def test_unused_rows_belong_to_no_client(tmp_path):
     )  # fmt: skip
     RunData(spec).validate()
     whole = load(spec.replace(max_samples=0, public_dataset="")).train
-    used, left = load(spec).train, RunData(spec).public_set(*ROWS, 2)
+    used, left = load(spec).train, RunData(spec).public_set(client_info(*ROWS, 2), labeled=True)
     assert (len(used), len(left), len(whole)) == (40, 40, 80)
     rows = [Counter(map(tuple, split.x.tolist())) for split in (used, left, whole)]
     assert rows[0] + rows[1] == rows[2]
     labeled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
     assert [labeled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
-    few = RunData(spec.replace(public_samples=12)).public_set(*ROWS, None)
+    few = RunData(spec.replace(public_samples=12)).public_set(client_info(*ROWS), labeled=False)
     assert len(few) == 12
     assert not Counter(map(tuple, few.x.tolist())) - rows[1]
     # What the clients hold is what they hold with generated rows.
@@ -178,7 +187,9 @@ def test_unused_rows_belong_to_no_client(tmp_path):
     for index in (0, 1):
         one, other = (RunData(s).client(index).train.x for s in (spec, generated))
         assert torch.equal(one, other)
-    assert not torch.equal(RunData(spec.replace(seed=1)).public_set(*ROWS, None).x, left.x)
+    assert not torch.equal(
+        RunData(spec.replace(seed=1)).public_set(client_info(*ROWS), labeled=False).x, left.x
+    )
 
 
 def test_unused_rows_of_a_joined_dataset_are_the_rest():
@@ -188,7 +199,10 @@ def test_unused_rows_of_a_joined_dataset_are_the_rest():
     )  # fmt: skip
     used, left = (
         x.flatten(1).numpy()
-        for x in (load(spec).train.x, RunData(spec).public_set("image", (1, 8, 8), 5).x)
+        for x in (
+            load(spec).train.x,
+            RunData(spec).public_set(client_info("image", (1, 8, 8), 5), labeled=True).x,
+        )
     )
     whole = load(spec.replace(max_samples=0)).train.x.flatten(1).numpy()
     assert len(used) + len(left) == len(whole)
@@ -200,7 +214,7 @@ def test_unused_rows_of_a_joined_dataset_are_the_rest():
 def test_unused_rows_without_a_limit_raise(tmp_path, most):
     spec = DataSpec(dataset=write_adult(tmp_path), max_samples=most, public_dataset="unused")
     with pytest.raises(SettingsError, match=rf"data\.max-samples.*80.*{most}"):
-        RunData(spec).public_set(*ROWS, None)
+        RunData(spec).public_set(client_info(*ROWS), labeled=False)
 
 
 def test_run_may_learn_from_unused_rows(tmp_path):
@@ -221,7 +235,8 @@ def test_run_may_learn_from_unused_rows(tmp_path):
 def test_generated_rows_depend_only_on_the_seed(tmp_path):
     spec = generated_spec(tmp_path)
     one, same, other = (
-        RunData(generated_spec(tmp_path, seed=s)).public_set(*ROWS, None).x for s in (0, 0, 1)
+        RunData(generated_spec(tmp_path, seed=s)).public_set(client_info(*ROWS), labeled=False).x
+        for s in (0, 0, 1)
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -237,7 +252,10 @@ def test_generated_rows_of_bytes_are_stored_as_the_clients_are(tmp_path):
     spec = DataSpec(
         dataset=f"npz:{tmp_path}", clients=1, public_dataset="generated", public_samples=50
     )
-    public, own = RunData(spec).public_set("table", (5,), None).x, RunData(spec).client(0)
+    public, own = (
+        RunData(spec).public_set(client_info("table", (5,)), labeled=False).x,
+        RunData(spec).client(0),
+    )
     assert public.dtype == own.train.x.dtype == torch.uint8
     held = torch.cat([own.train.x, own.test.x])
     for column in range(5):

@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, fast, run, weighed_by_samples
+from federation import Server, client_info, client_of, fast, run, weighed_by_samples
 from interruption import cut_and_resumed
 from rounds import (
     PLAIN,
@@ -848,11 +848,11 @@ def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):
     client = data.client(0)
     order = client.format.digest
     shape = tuple(data.dataset.format.shape)
-    assert len(data.public_set("table", shape, None, order)) == 199
+    assert len(data.public_set(client_info("table", shape, 1, order), labeled=False)) == 199
     with pytest.raises(DataError, match="targets"):
-        data.public_set("table", shape, 1, order)
+        data.public_set(client_info("table", shape, 1, order), labeled=True)
     own = RunData.for_run(on_table("fedmd", table).run)
-    assert len(own.public_set("table", shape, 1, order)) > 0
+    assert len(own.public_set(client_info("table", shape, 1, order), labeled=True)) > 0
 
 
 @pytest.mark.parametrize("method", ["feddf", "ds-fl"])

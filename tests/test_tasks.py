@@ -29,9 +29,10 @@ from fedhet.config.resolve import resolve
 from fedhet.data.dataset import Split
 from fedhet.data.rows import read_table
 from fedhet.data.schemas import read_schema
+from fedhet.data.shared import read_dataset, write_dataset
 from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import RunData, read_dataset, write_dataset
+from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.inference.api import Result, compare
 from fedhet.inference.client import open_client, read_inputs

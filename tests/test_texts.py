@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from federation import client_info
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import numpy_rng
@@ -306,16 +307,16 @@ def test_server_finds_the_common_test_set_of_texts(tmp_path):
     store = RunData(spec(tmp_path, max_tokens=6))
     shape = store.dataset.format.shape
     assert shape == (0, 6, 8192)
-    found = store.common_test_of("text", shape)
+    found = store.common_test_of(client_info("text", shape))
     assert found.x.tolist() == [by_hand(row[0], 8192, 6) for row in ROWS[:5]]
-    assert store.common_test_of("text", (0, 6, 100)) is None, "another vocabulary"
-    assert store.common_test_of("image", shape) is None
+    assert store.common_test_of(client_info("text", (0, 6, 100))) is None, "another vocabulary"
+    assert store.common_test_of(client_info("image", shape)) is None
 
 
 def test_generated_texts_are_words_of_the_training_set(tmp_path):
     whole = spec(write(tmp_path / "a.csv"), public_dataset="generated", public_samples=300)
     data = load(whole)
-    x = RunData(whole).public_set(data.format.kind, data.format.shape, None).x
+    x = RunData(whole).public_set(client_info(data.format.kind, data.format.shape), labeled=False).x
     assert x.shape == (300, 128)
     own = data.train.x
     assert set(x.unique().tolist()) <= set(own.unique().tolist())
@@ -324,7 +325,7 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
     assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
     with pytest.raises(SettingsError, match=r"public-samples.*1"):
         RunData(whole.replace(public_samples=0)).public_set(
-            data.format.kind, data.format.shape, None
+            client_info(data.format.kind, data.format.shape), labeled=False
         )
 
 
@@ -332,7 +333,7 @@ def test_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     place = write(tmp_path / "a.csv")
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(DataError, match=r"128 tokens.*8192"):
-        RunData(public).public_set("text", (0, 128, 8192), None)
+        RunData(public).public_set(client_info("text", (0, 128, 8192)), labeled=False)
 
 
 @pytest.mark.parametrize("kind", ["text", "signal"])

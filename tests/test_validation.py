@@ -117,7 +117,7 @@ def test_validation_samples_are_a_stratified_part_of_the_training_samples(kind, 
         client = data.client(index)
         assert torch.equal(client.validation.x, data.dataset.train.x[torch.from_numpy(validation)])
         assert torch.equal(client.train.y, data.dataset.train.y[torch.from_numpy(train)])
-    assert plain.client(0).validation is None
+    assert not len(plain.client(0).validation)
     sizes = sum(len(data.split_rows(k)[2]) for k in range(settings["clients"]))
     assert data.test_samples()["validation"] == sizes
     assert "validation" not in plain.test_samples()
@@ -167,7 +167,7 @@ def test_clients_without_validation_samples_raise(caplog):
         data.validate()
     assert f"{len(without)} of 40 clients have no validation samples" in caplog.text
     assert f"client-{without[0]:02}" in caplog.text
-    assert data.client(without[0]).validation is None
+    assert not len(data.client(without[0]).validation)
     with pytest.raises(DataError, match=r"validation-fraction = 0\.01"):
         RunData(spec.replace(validation_fraction=0.01)).validate()
 
@@ -205,7 +205,7 @@ def test_site_holds_out_validation_samples_like_a_client(tmp_path):
     )
     assert (len(data.train), len(data.test), len(data.validation)) == (48, 16, 16)
     assert torch.equal(data.test.x, plain.test.x)
-    assert plain.validation is None
+    assert not len(plain.validation)
     rows = [row.numpy().tobytes() for part in (data.train, data.validation) for row in part.x]
     assert sorted(rows) == sorted(row.numpy().tobytes() for row in plain.train.x)
     _, places = hold_out_validation(plain.train.y.numpy(), spec, "a")
@@ -221,7 +221,7 @@ def test_private_site_follows_its_declaration(tmp_path, caplog):
     assert "the run's data.validation-fraction = 0.1 is ignored" in caplog.text
     undeclared = Declaration.from_files(f"npz:{site(tmp_path / 'b')}", 10**9)
     assert undeclared.settings[FRACTION] == 0.0
-    assert undeclared.read_data(f"npz:{tmp_path / 'b'}", "b").validation is None
+    assert not len(undeclared.read_data(f"npz:{tmp_path / 'b'}", "b").validation)
 
 
 def test_site_with_too_few_samples_warns(tmp_path, caplog):

@@ -27,9 +27,10 @@ from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.dataset import ClientData, Dataset, Format, Split, Stored
 from fedhet.data.partition import labeled_parts
+from fedhet.data.public import GENERATED, UNUSED, check_no_overlap
 from fedhet.data.site import site_data
 from fedhet.data.sources import absolute as absolute_source
-from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap
+from fedhet.data.store import RunData
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
 from fedhet.runs.records import VALIDATION
@@ -136,16 +137,15 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         else:  # Share one copy among all clients in the process.
             key = f"test set on {compute.device}"
             tests["common"] = node.data.once(key, lambda: _placed(compute, common)[0])
-    if data.validation is not None:
+    if len(data.validation):
         tests[VALIDATION] = _placed(compute, data.validation)[0]
-    public = ""
-    if config.uses_public and node.is_site:  # The clients of a simulation share one public set.
-        public = node.data.public_digest(described.kind, described.shape)
     info = info_of(
         described, node.name, node.model, count, order=data.format.digest,
         training=node.training.describe(), own_data=bool(node.source),
-        base=base_digest(node.model), public=public,
+        base=base_digest(node.model),
     )  # fmt: skip
+    if config.uses_public and node.is_site:  # The clients of a simulation share one public set.
+        info = replace(info, public=node.data.public_digest(info))
     return ClientSamples(
         info,
         described,
@@ -248,8 +248,7 @@ def public_samples(
     used.
     """
     info, name = samples.info, config.run.data.public_dataset
-    classes = info.classes if labeled else None
-    public = node.data.public_set(info.kind, info.shape, classes, info.order)
+    public = node.data.public_set(info, labeled=labeled)
     # A public subset of the run's dataset never overlaps with a partition, so check it only against
     # a site's own data.
     is_part_of_dataset = name in ("", UNUSED)

@@ -21,7 +21,8 @@ from fedhet.base.metrics import METRICS
 from fedhet.config.sources import GivenSettings, validate
 from fedhet.data import sources
 from fedhet.data.dataset import Format
-from fedhet.data.store import DERIVED, GENERATED, RunData
+from fedhet.data.public import DERIVED, GENERATED
+from fedhet.data.store import RunData
 from fedhet.kinds import IMAGE, KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods

@@ -219,9 +219,9 @@ class ClientData:
     """Rows of the common test set in the client's label space."""
     space: tuple[int, ...]
     """Label space of the client, i.e. its classes, ascending."""
-    validation: Split | None = None
-    """Samples held out from the training samples for validation (protocol "validation"), or None if
-    the client has no such samples."""
+    validation: Split
+    """Samples held out from the training samples for validation (protocol "validation"), which are
+    empty if the client has too few samples or the run needs none."""
     unlabeled: Split | None = None
     """Separate samples with the label UNKNOWN, or None if the client has no such samples."""
     num_unused_unlabeled: int = 0

@@ -82,6 +82,8 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
     """
     test = max(1, round(spec.test_fraction * count)) if spec.test_fraction else 0
     if count - test < _MIN_TRAIN:
+        if not test:
+            raise DataError(f"{name}: expected at least {_MIN_TRAIN} training samples, got {count}")
         raise DataError(
             f"{name}: with data.test-fraction = {spec.test_fraction}, expected at least "
             f"{_MIN_TRAIN} training samples and 1 test sample, got {count} samples. Raise "
@@ -111,6 +113,33 @@ def hold_out_validation(strata: Index, spec: DataSpec, name: str) -> tuple[Index
         return np.arange(len(strata)), np.arange(0)
     drawn = stratified(strata, count, numpy_rng(spec.seed, "validation", name))
     return np.setdiff1d(np.arange(len(strata)), drawn), drawn
+
+
+def split_rows(
+    dataset: Dataset, rows: Index, spec: DataSpec, name: str, own_tests: int = 0
+) -> tuple[Index, Index, Index]:
+    """Divide a client's rows in the training set into training, test, and validation rows.
+
+    Args:
+        dataset: Dataset of a simulation, or of the site.
+        rows: Rows of the client, sorted.
+        spec: Data settings.
+        name: Name of the client, which determines the draws together with the seed.
+        own_tests: Number of rows at the end that are the client's test rows; 0 = hold out a
+            fraction `spec.test_fraction`.
+
+    Raises:
+        DataError: If too few training samples remain.
+    """
+    if own_tests:
+        train, test = rows[:-own_tests], rows[-own_tests:]
+    else:
+        train, test = (rows[part] for part in hold_out(len(rows), spec, name))
+    if not spec.validation:
+        return train, test, rows[:0]
+    strata = dataset.format.strata(dataset.train.y[torch.from_numpy(train)])
+    kept, validation = hold_out_validation(strata, spec, name)
+    return train[kept], test, train[validation]
 
 
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
-from fedhet.data.dataset import ClientData, Dataset, Format, Split
+from fedhet.data.dataset import ClientData, Format
 from fedhet.data.folders import CLASSES_FILE
-from fedhet.data.partition import hold_out, hold_out_validation
+from fedhet.data.partition import split_rows
 from fedhet.data.schemas import SCHEMA, find_schema
-from fedhet.data.sources import find_source
+from fedhet.data.sources import find_source, read_source
 from fedhet.data.sources.arrays import MAX_CLASSES
 from fedhet.data.spec import FIXED_SEED, DataSpec, Expected, no_test_error, reading
-from fedhet.data.store import read_source
 from fedhet.data.texts import text_sample_shape
 from fedhet.kinds import TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -291,7 +291,24 @@ def site_data(
             f"{dataset}: expected the data of one site, got one file for each client. Set data to "
             "the directory or file of this site."
         )
-    train, test, validation = _held_out(data, spec, dataset, name)
+    held_out = spec
+    if data.test is not None:
+        held_out = spec.replace(test_fraction=0.0)
+    elif not spec.test_fraction:
+        raise no_test_error(dataset, spec)
+    rows = split_rows(data, np.arange(len(data.train)), held_out, name)
+    train, test, validation = (
+        data.train if len(part) == len(data.train) else data.train.take(part) for part in rows
+    )
+    test = test if data.test is None else data.test
+    if not len(test):
+        raise DataError(f"{dataset}: expected at least 1 test sample, got 0")
+    if spec.validation and not len(validation):
+        LOG.warning(
+            "%s: no validation samples, because data.validation-fraction = %g of %d training "
+            "samples is less than one sample",
+            name, spec.validation, len(train),
+        )  # fmt: skip
     # The label space of a site contains the classes of its samples; the run may have more classes.
     space = tuple(range(len(described.classes)))
     if is_classification and declared is None:
@@ -302,33 +319,6 @@ def site_data(
     return ClientData(
         name, described, train, test, None, space, validation, unlabeled_split, data.num_unlabeled
     )
-
-
-def _held_out(
-    data: Dataset, spec: DataSpec, dataset: str, name: str
-) -> tuple[Split, Split, Split | None]:
-    """Return a site's training, test, and validation samples, of which it may have none."""
-    train, test = data.train, data.test
-    if test is None:
-        if not spec.test_fraction:
-            raise no_test_error(dataset, spec)
-        train_rows, test_rows = hold_out(len(train), spec, name)
-        train, test = train.take(train_rows), train.take(test_rows)
-    if len(train) < 2 or len(test) < 1:
-        raise DataError(
-            f"{dataset}: expected at least 2 training samples and 1 test sample, got {len(train)} "
-            f"and {len(test)}"
-        )
-    train_rows, rows = hold_out_validation(data.format.strata(train.y), spec, name)
-    if len(rows):
-        return train.take(train_rows), test, train.take(rows)
-    if spec.validation:
-        LOG.warning(
-            "%s: no validation samples, because data.validation-fraction = %g of %d training "
-            "samples is less than one sample",
-            name, spec.validation, len(train),
-        )  # fmt: skip
-    return train, test, None
 
 
 def directory_of(dataset: str, spec: DataSettings) -> Path | None:

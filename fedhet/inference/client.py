@@ -527,9 +527,8 @@ class TrainedServer(TrainedClient):
 
     def _tests(self) -> Mapping[str, Split]:
         check_trusted(self.record.settings, self._trust, self._server.directory)
-        client = self._client.samples.info
         data = open_data(self.config, self._server.directory)
-        common = data.common_test_of(client.kind, client.shape, client.order)
+        common = data.common_test_of(self._client.samples.info)
         if common is None:
             raise DataError(f"{self._server.directory}: no common test set")
         return {COMMON: common}

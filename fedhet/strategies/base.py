@@ -18,7 +18,8 @@ from fedhet.base.errors import DataError, FedhetError
 from fedhet.client_runtime.samples import ServerRecord, write_server_record
 from fedhet.config.resolve import Config
 from fedhet.data.dataset import Split
-from fedhet.data.store import DERIVED, RunData, check_no_overlap
+from fedhet.data.public import DERIVED, check_no_overlap
+from fedhet.data.store import RunData
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build
 from fedhet.runs.log import RunLog
@@ -289,10 +290,9 @@ class HetStrategy:
             SettingsError: If `labeled` is set and the public set has no labels.
         """
         client = self.reference_client
-        classes = client.classes if labeled else None
-        public = self.data.public_set(client.kind, client.shape, classes, client.order)
+        public = self.data.public_set(client, labeled=labeled)
         site = next((m.info for m in self.members.values() if m.info.public), None)
-        if site and site.public != self.data.public_digest(client.kind, client.shape):
+        if site and site.public != self.data.public_digest(client):
             raise DataError(
                 "data.public-dataset: the server's public set differs from the public set of "
                 f"client {site.name}. Copy the same files to the server and the sites."
@@ -305,8 +305,7 @@ class HetStrategy:
 
     def common_test(self) -> Split | None:
         """Return the scaled common test set, or None if no such set exists for the task."""
-        client = self.reference_client
-        return self.data.common_test_of(client.kind, client.shape, client.order)
+        return self.data.common_test_of(self.reference_client)
 
     # Called by the server.
 

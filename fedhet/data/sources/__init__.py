@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, unknown_name
-from fedhet.data.dataset import Source
+from fedhet.data.dataset import Dataset, Source
+from fedhet.data.spec import DataSpec, preserve_global_rng
 from fedhet.data.texts import WORDS, encoder_directory
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import invalid_setting
+from fedhet.tasks import Classification, find_task
 
 _MODULES = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)]
 _DECLARED: list[Source] = [
@@ -28,6 +31,11 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
     {each.name: each for each in sorted(_DECLARED, key=lambda each: (each.place != "", each.name))}
 )
 """All sources by name; sources without a location come first."""
+_OTHER_TASKS = (
+    "table:PATH, imagefolder:PATH with labels.csv, text:PATH, signal:DIR, npz:DIR, or a Python "
+    "function"
+)
+"""Sources whose targets may be numbers."""
 
 
 def dataset_names() -> list[str]:
@@ -54,6 +62,24 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
     if source.place and not place:
         raise invalid_setting(setting, dataset, source.form)
     return source, place
+
+
+@preserve_global_rng()
+def read_source(spec: DataSpec) -> Dataset:
+    """Read and decode the dataset `spec.dataset`. All data of simulations and sites is read here.
+
+    Raises DataError if its files are invalid, and SettingsError if the task differs.
+    """
+    source, place = find_source(spec.dataset)
+    dataset = source.read(place, spec)
+    if (task := find_task(spec.task)) is not type(dataset.format.task):
+        name = dataset.format.task.name
+        raise SettingsError(
+            f"data.task: expected {name!r}, the task of data.dataset = {spec.dataset!r}, got "
+            f"{spec.task!r}. Set data.task to {name}"
+            + (f", or use {_OTHER_TASKS}." if task is not Classification else ".")
+        )
+    return replace(dataset, format=dataset.format.for_run(spec))
 
 
 def sample_kind(table: DataSettings) -> Kind:
