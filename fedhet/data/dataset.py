@@ -248,17 +248,19 @@ class Source:
     read: Callable[[str, DataSpec], Dataset]
     """Function that takes a location and the data settings, and returns the decoded dataset. Raises
     DataError if the data is invalid."""
-    place: str = ""
+    placeholder: str = ""
     """Placeholder of the location, such as DIR; "" = the source has no location."""
     kind: Kind = IMAGE
     """Kind of the samples."""
+    shape: Callable[[DataSpec], Shape] = lambda spec: ()
+    """Function that returns the shape of a sample for given settings; () = as in the data."""
     infer_kind: Callable[[str], Kind] | None = None
     """Function that returns the sample kind of a location's data, or IMAGE if the data is
     unreadable; None = the kind does not depend on the data."""
     parse: Callable[[str], Location] = Location
     """Function that parses a location, given as text. All code that permits, reads, or copies data
     uses this function."""
-    files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
+    files: Callable[[str, DataSettings], Path | None] = lambda path, settings: Path(path)
     """Function that takes a location's path and the data settings, and returns the file or
     directory to read, or None if there is none."""
     imports: bool = False
@@ -273,10 +275,10 @@ class Source:
     @property
     def form(self) -> str:
         """Syntax of the source in `data.dataset`, such as `npz:DIR`."""
-        return f"{self.name}:{self.place}" if self.place else self.name
+        return f"{self.name}:{self.placeholder}" if self.placeholder else self.name
 
 
-def no_path(path: str, table: DataSettings) -> None:
+def no_path(path: str, settings: DataSettings) -> None:
     """Return None, because the source reads no user files."""
 
 

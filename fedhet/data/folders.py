@@ -27,7 +27,7 @@ from fedhet.data.rows import Table, find_rows, missing_column_error, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
 from fedhet.data.spec import DataSpec, Expected, encode_owners, reading
 from fedhet.data.targets import infer_targets, read_targets
-from fedhet.kinds import IMAGE, Kind, Shape
+from fedhet.kinds import Kind, Shape
 from fedhet.tasks import CLASSIFICATION, Classification, find_task
 
 LOG = logging.getLogger("fedhet")
@@ -350,8 +350,8 @@ def _infer_schema(path: Path, root: Path, table: Table, spec: DataSpec) -> Table
     return infer_targets(table, spec.replace(target=target), declared=declared)
 
 
-def read_folder(place: str, spec: DataSpec, files: Files) -> Dataset:
-    """Read the directory `place` of images or texts, with class directories or label tables.
+def read_folder(location: str, spec: DataSpec, files: Files) -> Dataset:
+    """Read the directory `location` of images or texts, with class directories or label tables.
 
     In a simulation, each class must have a sample. A site may lack samples of some classes if it
     states the names of all classes.
@@ -360,14 +360,14 @@ def read_folder(place: str, spec: DataSpec, files: Files) -> Dataset:
         DataError: If the layout, a label table, or a file is invalid.
         SettingsError: If `data.by` is unsupported.
     """
-    root = expanded(place)
+    root = expanded(location)
     if not root.is_dir():
         raise DataError(f"{root}: directory not found")
     parts = {part: root / part for part in (TRAIN, TEST) if (root / part).is_dir()}
     parts = parts or {TRAIN: root}
     tables = {part: path for part, top in parts.items() if (path := _find_label_table(top))}
-    described = [top / name for top in (root, *parts.values()) for name in _DESCRIPTIONS]
-    walk = Walk(files, [*described, *tables.values()])
+    descriptions = [top / name for top in (root, *parts.values()) for name in _DESCRIPTIONS]
+    walk = Walk(files, [*descriptions, *tables.values()])
     tree, expected = _Tree(root, walk, spec), spec.expected or Expected()
     schema = None
     if tables or find_task(spec.task) is not Classification:
@@ -405,7 +405,7 @@ def read_folder(place: str, spec: DataSpec, files: Files) -> Dataset:
         LOG.warning(
             "%s: %d %s without a class are used only at sites. In a simulation, data.labeled-alpha "
             "hides the labels of other samples.",
-            place, len(samples[TRAIN].unlabeled), files.noun,
+            location, len(samples[TRAIN].unlabeled), files.noun,
         )  # fmt: skip
     return _read_samples(samples, files, spec, classes, schema)
 
@@ -422,8 +422,7 @@ def _read_samples(
     task = schema.task_object if schema else CLASSIFICATION
     # Draw the subset first, so that no other files are read.
     drawn = spec.draw_samples(task.strata(train.y, classes)[1])
-    like = expected.shape if files.kind is IMAGE and expected.shape else None
-    x = files.read([train.paths[row] for row in drawn], spec, like)
+    x = files.read([train.paths[row] for row in drawn], spec, expected.shape or None)
     owned = train.owners
     if owned:
         owned = {**owned, "groups": owned["groups"][drawn]}
@@ -436,8 +435,8 @@ def _read_samples(
         test = split(samples[TEST].paths, samples[TEST].y)
     if expected.reads_unlabeled and unread:
         unlabeled, unread = split(train.unlabeled, torch.full((unread,), UNKNOWN)), 0
-    described = Format.from_samples(x, classes, files.kind, shape=files.shape(spec), schema=schema)
+    format = Format.from_samples(x, classes, files.kind, shape=files.shape(spec), schema=schema)
     return Dataset(
-        spec.dataset, Split(x, train.y[drawn]), test, described, unlabeled=unlabeled,
+        spec.dataset, Split(x, train.y[drawn]), test, format, unlabeled=unlabeled,
         num_unlabeled=unread, **owned,
     )  # fmt: skip

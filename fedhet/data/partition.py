@@ -333,28 +333,28 @@ def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
 
     Raises SettingsError unless every class is in exactly one superclass.
     """
-    described = dataset.format
-    if described.task.name != CLASSIFICATION.name:
+    format = dataset.format
+    if format.task.name != CLASSIFICATION.name:
         raise SettingsError(
-            f"data.superclasses: must be empty with data.task = {described.task.name!r}, because "
+            f"data.superclasses: must be empty with data.task = {format.task.name!r}, because "
             f"{dataset.name} has no classes"
         )
     groups = classes_by_superclass(superclasses)
     listed = [name for group in groups.values() for name in group]
     for name in listed:
-        if name not in described.classes:
-            close = nearest(name, described.classes)
+        if name not in format.classes:
+            close = nearest(name, format.classes)
             raise SettingsError(f"data.superclasses: unknown class {name!r}{close}")
         if listed.count(name) > 1:
             raise SettingsError(f"data.superclasses: class {name!r} is in two superclasses")
-    if missing := [name for name in described.classes if name not in listed]:
+    if missing := [name for name in format.classes if name not in listed]:
         raise SettingsError(
             f"data.superclasses: every class of {dataset.name} must be in a superclass, "
             f"missing {', '.join(missing[:5])}"
         )
-    super_of = torch.zeros(len(described.classes), dtype=torch.int64)
+    super_of = torch.zeros(len(format.classes), dtype=torch.int64)
     for number, group in enumerate(groups.values()):
-        super_of[[described.classes.index(name) for name in group]] = number
+        super_of[[format.classes.index(name) for name in group]] = number
 
     def relabeled(split: Split) -> Split:
         return Split(split.x, super_of[split.y])
@@ -363,7 +363,7 @@ def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
         dataset,
         train=relabeled(dataset.train),
         test=relabeled(dataset.test) if dataset.test is not None else None,
-        format=replace(described, classes=tuple(groups)),
+        format=replace(format, classes=tuple(groups)),
         subclasses=dataset.train.y.numpy(),
     )
 

@@ -14,15 +14,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.base.errors import DataError, nearest, one_line
+from fedhet.base.errors import DataError, error_reason, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _FORMATS = (".csv", ".tsv", ".jsonl")
 TEXT_ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", ".gz"))
@@ -240,6 +244,17 @@ def read_table(path: Path, spec: DataSpec, size: int = 0, *, texts: Sequence[str
     values = {each: column.values() for each, column in read.items()}
     unusable = {each: column.fault for each, column in read.items() if column.fault}
     return Table(path, values, ((path, len(values[names[0]])),), spec, size, unusable)
+
+
+def read_frame(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.DataFrame:
+    """Read a file of a published dataset, plain or .gz, with options of `pandas.read_csv`.
+
+    Raises DataError, with `hint`, if the file is unreadable or exceeds `data.max-bytes`.
+    """
+    import pandas as pd
+
+    with reading(path, "table", describe=lambda error: f"{error_reason(error)}{hint}"):
+        return pd.read_csv(BytesIO(read_bounded(path, spec)), **options)
 
 
 def _described(error: Exception) -> str:

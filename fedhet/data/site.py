@@ -22,7 +22,6 @@ from fedhet.data.schemas import SCHEMA, find_schema
 from fedhet.data.sources import find_source, read_source
 from fedhet.data.sources.arrays import MAX_CLASSES
 from fedhet.data.spec import FIXED_SEED, DataSpec, Expected, no_test_error, reading
-from fedhet.data.texts import text_sample_shape
 from fedhet.kinds import TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import CountOrNone, Listed, Schema, build, invalid_setting, kebab
@@ -126,11 +125,10 @@ class Declaration:
         if len(names) < (low := find_task(spec.task).min_outputs):
             rule = f"expected an integer from {low} to {MAX_CLASSES}"
             raise DataError(f"{path}: num-classes: {rule}, got {own.num_classes}. {_DECLARE}")
-        kind, shape = kind_of_arrays(own.shape, source.kind), own.shape
+        shape = source.shape(spec) or own.shape
+        kind = kind_of_arrays(shape, source.kind)
         if schema and schema.columns:
             kind, shape = TABLE, (sum(schema.widths),)
-        elif source.kind is TEXT:
-            shape = text_sample_shape(spec)
         if not shape:
             rule = "expected the shape of a sample, such as [3, 32, 32]"
             raise DataError(f"{path}: shape: {rule}, got {list(shape)}. {_DECLARE}")
@@ -281,10 +279,10 @@ def site_data(
         expected = replace(expected, classes=names)
     ignored = {"by": "", "max_samples": 0, "exclude": ()}
     data = read_source(spec.replace(dataset=dataset, expected=expected, **ignored))
-    described, source = data.format, declared.path if declared else dataset
-    expected.check_outputs(len(described.classes), dataset, root or Path())
-    if described.shape != (expected.shape or described.shape):
-        rule = f"expected the shape of the data, {list(described.shape)}"
+    format, source = data.format, declared.path if declared else dataset
+    expected.check_outputs(len(format.classes), dataset, root or Path())
+    if format.shape != (expected.shape or format.shape):
+        rule = f"expected the shape of the data, {list(format.shape)}"
         raise DataError(f"{source}: shape: {rule}, got {list(expected.shape)}. Correct it.")
     if data.parts is not None or data.groups is not None:
         raise DataError(
@@ -310,14 +308,14 @@ def site_data(
             name, spec.validation, len(train),
         )  # fmt: skip
     # The label space of a site contains the classes of its samples; the run may have more classes.
-    space = tuple(range(len(described.classes)))
+    space = tuple(range(len(format.classes)))
     if is_classification and declared is None:
         space = tuple(torch.unique(torch.cat([data.train.y, test.y])).tolist())
     unlabeled_split = data.unlabeled
     if unlabeled_split is None and (data.num_unlabeled or declared):
         unlabeled_split = train.take(torch.arange(0))
     return ClientData(
-        name, described, train, test, None, space, validation, unlabeled_split, data.num_unlabeled
+        name, format, train, test, None, space, validation, unlabeled_split, data.num_unlabeled
     )
 
 
@@ -326,24 +324,24 @@ def directory_of(dataset: str, spec: DataSettings) -> Path | None:
 
     Raises SettingsError if `dataset` does not have the form of `data.dataset`.
     """
-    source, place = find_source(dataset, "node-config 'data'")
-    path = source.files(source.parse(place).path, spec)
+    source, location = find_source(dataset, "node-config 'data'")
+    path = source.files(source.parse(location).path, spec)
     if path is None:
         return None
     path = expanded(path)
     return path.parent if path.is_file() else path
 
 
-def known_outputs(root: Path, described: Format) -> Format | None:
+def known_outputs(root: Path, format: Format) -> Format | None:
     """Complete a format with the outputs in schema.toml or classes.txt, if one of them exists.
 
     Raises DataError if the file is invalid.
     """
     if schema := find_schema(root, shared=True):
         task = schema.task_object
-        return replace(described, classes=schema.outputs, schema=schema, task=task)
+        return replace(format, classes=schema.outputs, schema=schema, task=task)
     names = _read_class_names(root, None)
-    return replace(described, classes=names) if names else None
+    return replace(format, classes=names) if names else None
 
 
 def _read_class_names(root: Path | None, classes: int | None) -> tuple[str, ...]:

@@ -182,8 +182,8 @@ class RunData:
 
     def strata(self) -> tuple[tuple[str, ...], Index]:
         """Return the names of the classes (or target groups), and the group [N] of each sample."""
-        described = self.dataset.format
-        return described.task.strata(self.dataset.train.y, described.classes)
+        format = self.dataset.format
+        return format.task.strata(self.dataset.train.y, format.classes)
 
     def owners(self) -> dict[str, str]:
         """Return the owner (person or site) of each client, by client name, or {} if unknown."""

@@ -28,7 +28,10 @@ _DECLARED: list[Source] = [
     each for name in _MODULES for each in getattr(importlib.import_module(name), "SOURCES", ())
 ]
 SOURCES: Mapping[str, Source] = MappingProxyType(
-    {each.name: each for each in sorted(_DECLARED, key=lambda each: (each.place != "", each.name))}
+    {
+        each.name: each
+        for each in sorted(_DECLARED, key=lambda each: (each.placeholder != "", each.name))
+    }
 )
 """All sources by name; sources without a location come first."""
 _OTHER_TASKS = (
@@ -48,8 +51,8 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
 
     Raises SettingsError if the source is unknown, or if its location is missing.
     """
-    name, _, place = dataset.partition(":")
-    if name not in SOURCES or (place and not SOURCES[name].place):
+    name, _, location = dataset.partition(":")
+    if name not in SOURCES or (location and not SOURCES[name].placeholder):
         known, similar = f"expected one of {', '.join(dataset_names())}", [*SOURCES]
         if "/" in name or "." in name:  # The name of a format cannot replace a path.
             similar = []
@@ -59,9 +62,9 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
             )
         raise SettingsError(f"'{setting}': {unknown_name('dataset', name, similar, known)}")
     source = SOURCES[name]
-    if source.place and not place:
+    if source.placeholder and not location:
         raise invalid_setting(setting, dataset, source.form)
-    return source, place
+    return source, location
 
 
 @preserve_global_rng()
@@ -70,8 +73,8 @@ def read_source(spec: DataSpec) -> Dataset:
 
     Raises DataError if its files are invalid, and SettingsError if the task differs.
     """
-    source, place = find_source(spec.dataset)
-    dataset = source.read(place, spec)
+    source, location = find_source(spec.dataset)
+    dataset = source.read(location, spec)
     if (task := find_task(spec.task)) is not type(dataset.format.task):
         name = dataset.format.task.name
         raise SettingsError(
@@ -82,40 +85,40 @@ def read_source(spec: DataSpec) -> Dataset:
     return replace(dataset, format=dataset.format.for_run(spec))
 
 
-def sample_kind(table: DataSettings) -> Kind:
+def sample_kind(settings: DataSettings) -> Kind:
     """Return the sample kind of a run, from `data.sample-kind` or the dataset."""
-    if table.sample_kind != "auto":
-        return KINDS[table.sample_kind]
-    name, _, place = table.dataset.partition(":")
+    if settings.sample_kind != "auto":
+        return KINDS[settings.sample_kind]
+    name, _, location = settings.dataset.partition(":")
     source = SOURCES.get(name)
     if source is None:  # `find_source` reports the error.
         return IMAGE
-    return source.infer_kind(place) if source.infer_kind and place else source.kind
+    return source.infer_kind(location) if source.infer_kind and location else source.kind
 
 
-def paths_of(table: DataSettings) -> list[Path]:
+def paths_of(settings: DataSettings) -> list[Path]:
     """Return the local paths from which the dataset, public data, and tokenizer are read.
 
     Datasets included in packages, Python functions, and the cache of the Hub have no paths. Raises
     SettingsError or DataError if the encoder of the tokenizer is missing.
     """
-    paths = [_path(each, table)[0] for each in (table.dataset, table.public_dataset)]
-    if table.tokenizer != WORDS:
-        paths.append(Path(encoder_directory(table.tokenizer)))
+    paths = [_path(each, settings)[0] for each in (settings.dataset, settings.public_dataset)]
+    if settings.tokenizer != WORDS:
+        paths.append(Path(encoder_directory(settings.tokenizer)))
     return [expanded(path).resolve() for path in paths if path is not None]
 
 
-def absolute(dataset: str, table: DataSettings) -> str:
+def absolute(dataset: str, settings: DataSettings) -> str:
     """Make the path in a dataset's name absolute, for processes with another working directory."""
     name, colon, _ = dataset.partition(":")
-    path, suffix = _path(dataset, table)
+    path, suffix = _path(dataset, settings)
     return f"{name}:{expanded(path).resolve()}{suffix}" if colon and path else dataset
 
 
-def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
+def _path(dataset: str, settings: DataSettings) -> tuple[Path | None, str]:
     """Return the local path of a dataset, or None, and the suffix of its name, e.g. "@SUBSET"."""
-    name, _, place = dataset.partition(":")
+    name, _, location = dataset.partition(":")
     if name not in SOURCES:
         return None, ""
-    location = SOURCES[name].parse(place)
-    return SOURCES[name].files(location.path, table), location.suffix
+    found = SOURCES[name].parse(location)
+    return SOURCES[name].files(found.path, settings), found.suffix

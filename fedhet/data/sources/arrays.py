@@ -184,7 +184,7 @@ def check_no_subset(spec: DataSpec) -> None:
         )
 
 
-def read_npz(place: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
+def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """Read arrays x and y from .npz files.
 
     The files are DIR/train.npz and optionally DIR/test.npz, or one file for each client:
@@ -193,7 +193,7 @@ def read_npz(place: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     their numbers.
 
     Args:
-        place: The directory DIR.
+        location: The directory DIR.
         spec: Data settings. `data.by` may name an array in train.npz with an integer or a word for
             each sample.
         kind: Kind of the samples. IMAGE stands for images or table rows.
@@ -202,7 +202,7 @@ def read_npz(place: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
         DataError: If a file is missing or invalid, or exceeds `data.max-bytes`.
         SettingsError: If a setting needs another form of the files.
     """
-    root = expanded(place)
+    root = expanded(location)
     kind = KINDS[spec.sample_kind] if kind is IMAGE and spec.sample_kind != "auto" else kind
     files, is_single = _npz_files(root, spec)
     first, expected = files[TRAIN][0], spec.expected or Expected()
@@ -225,13 +225,13 @@ def read_npz(place: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
         names = names or numbered_classes(splits.values())
     x = splits[first].x
     form = kind_of_arrays(tuple(x.shape[1:]), kind)
-    described = Format.from_samples(x, names, form, schema=schema)
+    format = Format.from_samples(x, names, form, schema=schema)
     train, test = ([splits[path] for path in files[part]] for part in (TRAIN, TEST))
     if is_single:
         owned, common = _owners(first, len(train[0]), spec), next(iter(test), None)
-        return Dataset(spec.dataset, train[0], common, described, **owned)
+        return Dataset(spec.dataset, train[0], common, format, **owned)
     common = splits.get(root / "common.npz")
-    return concatenate_clients(spec.dataset, list(zip(train, test, strict=True)), common, described)
+    return concatenate_clients(spec.dataset, list(zip(train, test, strict=True)), common, format)
 
 
 def _npz_files(root: Path, spec: DataSpec) -> tuple[dict[str, list[Path]], bool]:
@@ -288,7 +288,7 @@ def concatenate_clients(
     name: str,
     clients: Sequence[tuple[Split, Split | None]],
     test: Split | None,
-    described: Format,
+    format: Format,
 ) -> Dataset:
     """Return a dataset that is already partitioned.
 
@@ -297,12 +297,12 @@ def concatenate_clients(
         clients: Training and test samples of each client. Without test samples, the run holds out a
             fraction of the training samples.
         test: Common test set.
-        described: Format of the samples.
+        format: Format of the samples.
     """
     ordered = [split for pair in clients for split in pair if split is not None]
     train = Split(torch.cat([s.x for s in ordered]), torch.cat([s.y for s in ordered]))
     parts = tuple((len(own), len(other) if other else 0) for own, other in clients)
-    return Dataset(name, train, test, described, parts)
+    return Dataset(name, train, test, format, parts)
 
 
 def kind_of_arrays_in(directory: str) -> Kind:

@@ -93,14 +93,14 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
         owned = encode_owners(list(map(str, owners)))
     is_text = spec.sample_kind == TEXT.name
     kind, shape = (TEXT, text_sample_shape(spec)) if is_text else (IMAGE, ())
-    described = Format.from_samples(parts[0].x, classes, kind, shape=shape)
+    format = Format.from_samples(parts[0].x, classes, kind, shape=shape)
     test_split = parts[1] if test is not None else None
-    return Dataset(spec.dataset, parts[0], test_split, described, **owned)
+    return Dataset(spec.dataset, parts[0], test_split, format, **owned)
 
 
-def parse(place: str) -> Location:
+def parse(location: str) -> Location:
     """Split a location into a local path or a name on the Hub, and `@SUBSET`."""
-    name, sign, subset = place.partition("@")
+    name, sign, subset = location.partition("@")
     if name.startswith(("/", "~", ".")) or Path(name).is_dir():  # The library prefers directories.
         return Location(path=name, suffix=sign + subset)
     return Location(hub=name, suffix=sign + subset)
@@ -343,7 +343,7 @@ SOURCES = (
         "images or texts from the Hugging Face Hub",
         read_hub,
         "NAME",
-        files=lambda path, table: expanded(path) if path else None,
+        files=lambda path, settings: expanded(path) if path else None,
         parse=parse,
         owners="hf:NAME",
     ),

@@ -36,6 +36,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels
+from fedhet.data.rows import read_frame
 from fedhet.data.sources.arrays import check_no_subset, convert_labels
 from fedhet.data.sources.images import decode
 from fedhet.data.spec import FIXED_SEED, DataSpec, Index, check_max_bytes, reading, subset_rows
@@ -73,14 +74,14 @@ class LeafForm:
         return Source(name, line, partial(read_leaf, form=self), "DIR", self.kind)
 
 
-def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
+def read_leaf(location: str, spec: DataSpec, form: LeafForm) -> Dataset:
     """Read a LEAF dataset from DIR. Raises DataError if its files are invalid."""
-    root = expanded(place)
+    root = expanded(location)
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read_leaf(train, spec, form)
     test = _read_leaf(root / "test", spec, form)[1] if (root / "test").is_dir() else None
-    described = Format.from_samples(split.x, form.classes, form.kind, shape=form.shape)
-    return Dataset(spec.dataset, split, test, described, groups=encode_labels(users))
+    format = Format.from_samples(split.x, form.classes, form.kind, shape=form.shape)
+    return Dataset(spec.dataset, split, test, format, groups=encode_labels(users))
 
 
 def _read_leaf(directory: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
@@ -191,14 +192,14 @@ class SitesForm:
         return Source(name, line, read, "DIR", whole_clients=self.own_tests, is_mapped=True)
 
 
-def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
+def read_sites(location: str, spec: DataSpec, form: SitesForm) -> Dataset:
     """Read images and their table from DIR. Raises DataError if they are invalid."""
     if form.own_tests:
         check_no_subset(spec)
-    root = expanded(place)
+    root = expanded(location)
     path = root / form.table
     columns = [form.label, form.owner, *form.needs]
-    table = _table(
+    table = read_frame(
         path, spec, f"; expected columns {', '.join(columns)}", usecols=columns,
         dtype=dict.fromkeys(form.needs, str),
     )  # fmt: skip
@@ -244,8 +245,8 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
         )
     split = make_split(train)
     common = make_split(test, tuple(split.x.shape[1:])) if len(test) else None
-    groups, described = encode_labels(owners[train]), Format.from_samples(split.x, classes, IMAGE)
-    return Dataset(spec.dataset, split, common, described, groups=groups)
+    groups, format = encode_labels(owners[train]), Format.from_samples(split.x, classes, IMAGE)
+    return Dataset(spec.dataset, split, common, format, groups=groups)
 
 
 _PATCH = ("patient", "node", "x_coord", "y_coord")
@@ -302,12 +303,12 @@ WINDOW = 256
 """Number of samples in a window, at 100 Hz."""
 
 
-def read_har(place: str, spec: DataSpec) -> Dataset:
+def read_har(location: str, spec: DataSpec) -> Dataset:
     """Read the `Inertial Signals` in DIR/train and DIR/test; DIR/test is the common test set.
 
     Raises DataError if the files are invalid.
     """
-    root = expanded(place)
+    root = expanded(location)
     path = root / "activity_labels.txt"
     with reading(path, "text file"):
         words = path.read_text(encoding="utf-8").split()
@@ -316,8 +317,8 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
         raise DataError(f"{path}: expected one line for each activity, such as '1 WALKING'")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
-    described = Format.from_samples(train.x, names, SIGNAL)
-    return Dataset(spec.dataset, train, test, described, groups=encode_labels(persons))
+    format = Format.from_samples(train.x, names, SIGNAL)
+    return Dataset(spec.dataset, train, test, format, groups=encode_labels(persons))
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
@@ -345,13 +346,13 @@ def _integers(path: Path, spec: DataSpec) -> Index:
     return numbers[:, 0].astype(np.int64)
 
 
-def read_pamap2(place: str, spec: DataSpec) -> Dataset:
+def read_pamap2(location: str, spec: DataSpec) -> Dataset:
     """Read windows of 2.56 seconds from DIR/Protocol/subject*.dat, or DIR/subject*.dat.
 
     Windows do not overlap, and each window contains a single activity. Missing values are
     interpolated linearly. Raises DataError if the files are invalid.
     """
-    root = expanded(place)
+    root = expanded(location)
     root = root / "Protocol" if (root / "Protocol").is_dir() else root
     files = sorted(root.glob("subject*.dat"))
     if not files:
@@ -363,8 +364,8 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
     if not len(y):
         raise DataError(f"{root}: expected at least {WINDOW} consecutive samples of one activity")
     split = Split(torch.from_numpy(x), torch.from_numpy(y))
-    described = Format.from_samples(split.x, tuple(PAMAP2_ACTIVITIES.values()), SIGNAL)
-    return Dataset(spec.dataset, split, None, described, groups=encode_labels(persons))
+    format = Format.from_samples(split.x, tuple(PAMAP2_ACTIVITIES.values()), SIGNAL)
+    return Dataset(spec.dataset, split, None, format, groups=encode_labels(persons))
 
 
 def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
@@ -395,25 +396,13 @@ def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
 
 def _numbers(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
     """Read numbers separated by spaces. With `gaps`, NaN values are interpolated."""
-    frame = _table(path, spec, sep=r"\s+", header=None, dtype=np.float32)
+    frame = read_frame(path, spec, sep=r"\s+", header=None, dtype=np.float32)
     if gaps:
         frame = frame.interpolate(limit_direction="both").fillna(0.0)
     numbers: Numbers = frame.to_numpy(np.float32)
     if not np.isfinite(numbers).all():
         raise DataError(f"{path}: all numbers must be finite")
     return numbers
-
-
-def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.DataFrame:
-    import pandas as pd
-
-    try:
-        check_max_bytes(path.stat().st_size, spec, path)
-        return pd.read_csv(path, **options)
-    except DataError:
-        raise
-    except Exception as error:  # pandas raises many exception types.
-        raise DataError(f"{path}: not a readable table ({error_reason(error)}{hint})") from error
 
 
 SOURCES = (

@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import pickle
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,9 @@ from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.columns import MAX_NUMBER
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
-from fedhet.data.rows import read_bounded
+from fedhet.data.rows import read_frame
 from fedhet.data.sources.arrays import convert_labels, numbered_classes, read_arrays
-from fedhet.data.spec import FIXED_SEED, DataSpec, Index, check_max_bytes, reading, stratified
+from fedhet.data.spec import FIXED_SEED, DataSpec, Index, stratified
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.settings.run import DataSettings
 
@@ -43,7 +41,7 @@ def held_out(labels: Index, fraction: float, use: str) -> tuple[Index, Index]:
     return np.setdiff1d(np.arange(len(labels)), test), test
 
 
-def read_digits(place: str, spec: DataSpec) -> Dataset:
+def read_digits(location: str, spec: DataSpec) -> Dataset:
     """Read the digit images [N, 1, 8, 8] float32, with values in [-1, 1].
 
     The common test set is a fixed fifth of the images. Raises DataError if the file is missing.
@@ -57,14 +55,14 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
     x = torch.from_numpy(rows[:, :-1]).to(torch.float32).div_(8.0).sub_(1.0).view(-1, 1, 8, 8)
     y = torch.from_numpy(rows[:, -1]).to(torch.int64)
     train, test = held_out(y.numpy(), _TEST_FRACTION, "digits")
-    samples, described = (
+    samples, format = (
         Split(x, y),
         Format.from_samples(x, tuple("0123456789"), IMAGE, scaled=True),
     )
-    return Dataset("digits", samples.take(train), samples.take(test), described)
+    return Dataset("digits", samples.take(train), samples.take(test), format)
 
 
-def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
+def read_breast_cancer(location: str, spec: DataSpec) -> Dataset:
     """Read the table with 30 standardized features; a fixed fifth of it is the common test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
@@ -93,7 +91,7 @@ _TORCHVISION = {
 """torchvision's class of each dataset, and the directory of its files."""
 
 
-def read_torchvision(place: str, spec: DataSpec) -> Dataset:
+def read_torchvision(location: str, spec: DataSpec) -> Dataset:
     """Read images [N, C, H, W] uint8, and download them if `data.download` is set.
 
     Raises DataError if the files are missing or invalid.
@@ -123,8 +121,8 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
         x = x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
         splits.append(Split(x, y))
     train, test = splits
-    described = Format.from_samples(train.x, tuple(map(str, parts[0].classes)), IMAGE)
-    return Dataset(spec.dataset, train, test, described)
+    format = Format.from_samples(train.x, tuple(map(str, parts[0].classes)), IMAGE)
+    return Dataset(spec.dataset, train, test, format)
 
 
 def read_medmnist(file: str, spec: DataSpec) -> Dataset:
@@ -164,8 +162,8 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
             )
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    described = Format.from_samples(training.x, numbered_classes(splits), IMAGE)
-    return Dataset(spec.dataset, training, test, described)
+    format = Format.from_samples(training.x, numbered_classes(splits), IMAGE)
+    return Dataset(spec.dataset, training, test, format)
 
 
 _OPENML_TEST_FRACTION = 1 / 3
@@ -173,12 +171,7 @@ _OPENML_ADULT = 1590
 _ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # These are indices into the 14 columns in adult.names.
 _ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
 _ADULT_COLUMNS = 15  # The last column is the class.
-_CHARACTER_BYTES = 4  # This is the size of a character in a NumPy text array.
-# Limit the length of each field, because NumPy allocates the length of the longest field for every
-# field.
-_MAX_CHARACTERS = 200
-
-Rows = npt.NDArray[np.str_]
+Rows = npt.NDArray[np.object_]
 
 
 def read_adult(folder: str, spec: DataSpec) -> Dataset:
@@ -213,8 +206,8 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
                 f"data.dataset = {name!r}: expected {_ADULT_COLUMNS} columns from OpenML, got "
                 f"{frame.shape[1]}"
             )
-        rows = np.array(frame.astype(object).where(frame.notna(), "?").astype(str), dtype=np.str_)
-        parts = held_out(encode_labels(rows[:, -1]), _OPENML_TEST_FRACTION, "adult")
+        rows = frame.astype(object).where(frame.notna(), "?").astype(str).to_numpy(object)
+        parts = held_out(encode_labels(rows[:, -1].astype(str)), _OPENML_TEST_FRACTION, "adult")
         train, test = (rows[part] for part in parts)
     else:
         raise DataError(
@@ -234,40 +227,28 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
     def encoded(rows: Rows) -> Split:
         values = scaler.transform(_floats(name, rows)).astype(np.float32)
         x = np.concatenate([values, encoder.transform(rows[:, _ADULT_WORDS])], axis=1)
-        return Split(torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1])))
+        return Split(
+            torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1].astype(str)))
+        )
 
     widths = (*(1 for _ in _ADULT_NUMBERS), *map(len, encoder.categories_))
     training = encoded(train)
-    described = Format.from_samples(training.x, classes, TABLE)
-    return Dataset(name, training, encoded(test), described, columns=widths)
+    format = Format.from_samples(training.x, classes, TABLE)
+    return Dataset(name, training, encoded(test), format, columns=widths)
 
 
 def _read_rows(path: Path, spec: DataSpec) -> Rows:
     """Read the rows of one file as text [N, 15]; '?' is treated as a category."""
-    rows, size, longest = [], 0, 1
-    with reading(path, "table"):
-        lines = csv.reader(
-            read_bounded(path, spec).decode("utf-8-sig").splitlines(), skipinitialspace=True
-        )
-        for row in lines:
-            if len(row) <= 1:  # Skip a comment at the start of adult.test, and empty lines.
-                continue
-            where, length = f"{path}: line {lines.line_num}", max(map(len, row))
-            if len(row) != _ADULT_COLUMNS:
-                raise DataError(f"{where}: expected {_ADULT_COLUMNS} columns, got {len(row)}")
-            if length > _MAX_CHARACTERS:
-                raise DataError(
-                    f"{where}: a field must have at most {_MAX_CHARACTERS} characters, got {length}"
-                )
-            rows.append(row)
-            longest = max(longest, length)
-            size += sum(map(getsizeof, row)) + _CHARACTER_BYTES * longest * len(row)
-            check_max_bytes(size, spec, path)
-    if not rows:
-        raise DataError(f"{path}: no rows found")
-    table: Rows = np.array(rows, dtype=np.str_)
-    table[:, -1] = np.char.rstrip(table[:, -1], ".")
-    return table
+    frame = read_frame(
+        path, spec, header=None, dtype=str, keep_default_na=False, skipinitialspace=True,
+        comment="|",  # adult.test starts with a comment.
+    )  # fmt: skip
+    if frame.shape[1] != _ADULT_COLUMNS or frame.isna().any(axis=None):
+        rule = f"expected {_ADULT_COLUMNS} columns in each row"
+        raise DataError(f"{path}: {rule}, got at most {frame.shape[1]}")
+    rows: Rows = frame.to_numpy(object)
+    rows[:, -1] = [label.rstrip(".") for label in rows[:, -1]]
+    return rows
 
 
 def _floats(name: str, rows: Rows) -> npt.NDArray[np.float64]:
@@ -284,7 +265,7 @@ def _floats(name: str, rows: Rows) -> npt.NDArray[np.float64]:
 
 
 def _in_data_dir(directory: str) -> Callable[[str, DataSettings], Path]:
-    return lambda path, table: expanded(table.data_dir) / directory
+    return lambda path, settings: expanded(settings.data_dir) / directory
 
 
 SOURCES = (

@@ -206,10 +206,10 @@ def _to_dataset(path: str, task: str, target: str) -> Dataset:
             f"{name}: expected {len(numbers)} different class names, one for each label in y, got "
             f"{names}"
         )
-    described = Format.from_samples(clients[0][0].x, names, parts.sample_kind, schema=schema)
+    format = Format.from_samples(clients[0][0].x, names, parts.sample_kind, schema=schema)
     if parts.is_partitioned:
-        return concatenate_clients(name, clients, None, described)
-    return Dataset(name, *clients[0], described)
+        return concatenate_clients(name, clients, None, format)
+    return Dataset(name, *clients[0], format)
 
 
 def read_user_data(path: str, spec: DataSpec) -> Dataset:

@@ -25,12 +25,12 @@ from fedhet.kinds import TABLE
 LOG = logging.getLogger("fedhet")
 
 
-def find_row_files(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
+def find_row_files(location: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
     """Return the path of a location, its file of training rows, and its file of test rows.
 
     A file is None if it is missing. Raises DataError if the path does not exist.
     """
-    path = expanded(place)
+    path = expanded(location)
     if not path.exists():
         raise DataError(f"{path}: file or directory not found")
     if path.is_file():
@@ -55,13 +55,13 @@ def _row_files(directory: Path, endings: Sequence[str]) -> list[Path]:
     )
 
 
-def read_tables(place: str, spec: DataSpec) -> Dataset:
+def read_tables(location: str, spec: DataSpec) -> Dataset:
     """Read the dataset `table:PATH`.
 
     `Dataset.groups` is set if `data.by` is set or if there is one file per client. Raises DataError
     if a file is invalid, or if the columns of several files differ.
     """
-    path, first, test = find_row_files(place, ENDINGS)
+    path, first, test = find_row_files(location, ENDINGS)
     is_site, file = spec.expected is not None, (path if path.is_dir() else path.parent) / SCHEMA
     declared = find_schema(path, shared=is_site)
     if is_site and not (declared and declared.columns):

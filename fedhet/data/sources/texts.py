@@ -41,14 +41,14 @@ _MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UT
 }  # fmt: skip
 
 
-def read_texts(place: str, spec: DataSpec) -> Dataset:
+def read_texts(location: str, spec: DataSpec) -> Dataset:
     """Read the dataset `text:PATH`.
 
     `Dataset.groups` is set if `data.by` is set. Raises DataError if a file is invalid.
     """
-    _, train, test = find_row_files(place, TEXT_ENDINGS)
+    _, train, test = find_row_files(location, TEXT_ENDINGS)
     if train is None:
-        return read_folder(place, spec, TEXTS)
+        return read_folder(location, spec, TEXTS)
     columns = tuple(spec.text_column)
     declared = find_schema(train, shared=spec.expected is not None)
     target = declared.target if declared else spec.target or spec.label_column.strip()
@@ -73,14 +73,12 @@ def read_texts(place: str, spec: DataSpec) -> Dataset:
         return Split(tokenize(texts, spec, table.path), read_targets(schema, table))
 
     samples = split(rows)
-    described = Format.from_samples(
-        samples.x, kind=TEXT, shape=text_sample_shape(spec), schema=schema
-    )
+    format = Format.from_samples(samples.x, kind=TEXT, shape=text_sample_shape(spec), schema=schema)
     common = split(read_table(test, spec, texts=columns)) if test else None
-    return Dataset(spec.dataset, samples, common, described, **rows.owners())
+    return Dataset(spec.dataset, samples, common, format, **rows.owners())
 
 
-def read_windows(place: str, spec: DataSpec) -> Dataset:
+def read_windows(location: str, spec: DataSpec) -> Dataset:
     """Read the dataset `next-token:PATH` as windows of `data.max-tokens` tokens.
 
     The label of a window is the token that follows it. Windows do not overlap, so a training window
@@ -88,7 +86,7 @@ def read_windows(place: str, spec: DataSpec) -> Dataset:
     DataError if a file is too short or not valid UTF-8, and SettingsError if the vocabulary is too
     large.
     """
-    path = expanded(place)
+    path = expanded(location)
     train, test = (path / "train.txt", path / "test.txt") if path.is_dir() else (path, None)
     size, length = vocabulary_size(spec), spec.max_tokens
     if size > MAX_NEXT_TOKENS:
@@ -112,9 +110,9 @@ def read_windows(place: str, spec: DataSpec) -> Dataset:
         return Split(windows[:, :-1].clone(), windows[:, -1].clone())
 
     samples, names = split(train), tuple(map(str, range(size)))
-    described = Format.from_samples(samples.x, names, TEXT, shape=text_sample_shape(spec))
+    format = Format.from_samples(samples.x, names, TEXT, shape=text_sample_shape(spec))
     common = split(test) if test and test.exists() else None
-    return Dataset(spec.dataset, samples, common, described)
+    return Dataset(spec.dataset, samples, common, format)
 
 
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
@@ -159,9 +157,15 @@ SOURCES = (
         read_texts,
         "PATH",
         TEXT,
+        text_sample_shape,
         owners="text:PATH",
     ),
     Source(
-        "next-token", "windows of a text, to predict the next token", read_windows, "PATH", TEXT
+        "next-token",
+        "windows of a text, to predict the next token",
+        read_windows,
+        "PATH",
+        TEXT,
+        text_sample_shape,
     ),
 )
