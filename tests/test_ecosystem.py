@@ -60,7 +60,7 @@ def objects(count):
         ({"train_labels": np.zeros((60, 14), np.uint8)}, "multi-label datasets are unsupp"),
         ({"train_images": np.zeros((60, 8, 8, 8), np.uint8)}, "volumes are unsupported"),
         ({"train_images": np.zeros((60, 8, 8), np.float32)}, "must be uint8"),
-        ({"test_images": np.zeros((20, 9, 9), np.uint8)}, "test_images must have shape"),
+        ({"test_images": np.zeros((20, 9, 9), np.uint8)}, "test_images: samples must have shape"),
         ({"test_images": np.zeros((19, 8, 8), np.uint8)}, "in test, got 19 images and 20 labels"),
         ({"val_labels": -np.ones((12, 1), np.int8)}, "must be 0 to 65535, got -1"),
         ({"val_labels": objects(12)}, "pickled objects are unsupported"),

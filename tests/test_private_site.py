@@ -27,7 +27,7 @@ from fedhet.client_runtime.node import NodeSettings, close_clients
 from fedhet.config import secure
 from fedhet.config.resolve import resolve, resolve_flower
 from fedhet.config.sources import from_flower
-from fedhet.data.site import Declaration
+from fedhet.data.declaration import Declaration
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import optimization_for
 from fedhet.methods.registry import all_methods, find_method, shipped_names

@@ -15,8 +15,9 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import resolve
 from fedhet.data.dataset import Format
+from fedhet.data.declaration import Declaration
 from fedhet.data.schemas import read_schema
-from fedhet.data.site import Declaration, site_data
+from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData
 from fedhet.inference.client import open_client, read_inputs

@@ -41,8 +41,8 @@ from fedhet.algorithms.feature_models import matryoshka_losses
 from fedhet.base.errors import DataError, KnowledgeError, ModelError, SettingsError
 from fedhet.config.describe import tasks
 from fedhet.config.resolve import resolve
+from fedhet.data.declaration import Declaration
 from fedhet.data.rows import read_table
-from fedhet.data.site import Declaration
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema

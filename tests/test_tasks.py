@@ -27,10 +27,11 @@ from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients, read_node
 from fedhet.config.resolve import resolve
 from fedhet.data.dataset import Split
+from fedhet.data.declaration import Declaration
 from fedhet.data.rows import read_table
 from fedhet.data.schemas import read_schema
 from fedhet.data.shared import read_dataset, write_dataset
-from fedhet.data.site import Declaration, site_data
+from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData
 from fedhet.data.tables import infer_schema, labeled_split

@@ -17,8 +17,9 @@ from fedhet.cli import app
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import complete, resolve_flower
 from fedhet.config.sources import from_flower, to_flower, validate
+from fedhet.data.declaration import Declaration
 from fedhet.data.partition import hold_out_validation
-from fedhet.data.site import Declaration, site_data
+from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData
 from fedhet.inference.client import open_client

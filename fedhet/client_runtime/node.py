@@ -23,7 +23,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config
 from fedhet.config.secure import Peers, own_key, read_peers, simulated_files
-from fedhet.data.site import Declaration
+from fedhet.data.declaration import Declaration
 from fedhet.data.store import RunData
 from fedhet.models import assign
 from fedhet.settings.defense import PrivacySettings

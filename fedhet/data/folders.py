@@ -24,7 +24,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, nearest, one_line
 from fedhet.data.dataset import UNKNOWN, Dataset, Format, Split
 from fedhet.data.rows import Table, find_rows, missing_column_error, read_table
-from fedhet.data.schemas import SCHEMA, TableSchema, find_schema
+from fedhet.data.schemas import SCHEMA, TableSchema, declared_targets
 from fedhet.data.spec import DataSpec, Expected, encode_owners, reading
 from fedhet.data.targets import infer_targets, read_targets
 from fedhet.kinds import Kind, Shape
@@ -336,18 +336,16 @@ def _read_label_table(path: Path, walk: Walk, spec: DataSpec) -> tuple[list[str]
 
 def _infer_schema(path: Path, root: Path, table: Table, spec: DataSpec) -> TableSchema:
     """Infer the schema of the targets in the training part's label table `path`."""
-    is_shared = spec.expected is not None
-    declared = find_schema(path, shared=is_shared) or find_schema(root, shared=is_shared)
-    target = declared.target if declared else spec.target
-    if not target:
+    declared, spec = declared_targets(spec, path, root)
+    if not spec.target:
         used = (_file_column(path), spec.by.strip())
         others = [name for name in table.columns if name not in used]
         if len(others) != 1:
             raise DataError(
                 f"{path}: data.target must name target columns, one or more of {', '.join(others)}"
             )
-        target = others[0]
-    return infer_targets(table, spec.replace(target=target), declared=declared)
+        spec = spec.replace(target=others[0])
+    return infer_targets(table, spec, declared=declared)
 
 
 def read_folder(location: str, spec: DataSpec, files: Files) -> Dataset:

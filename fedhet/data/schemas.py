@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedhet.base.disk import read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason, nearest
 from fedhet.data.columns import NOTATION, Column
+from fedhet.data.spec import DataSpec
 from fedhet.tasks import CLASSIFICATION, MAX_CLASSES, Task, find_task
 
 SCHEMA = "schema.toml"
@@ -190,3 +191,14 @@ def find_schema(path: Path, *, shared: bool = False) -> TableSchema | None:
         return None
     schema = read_schema(file)
     return schema.check_fitted(file) if shared else schema
+
+
+def declared_targets(spec: DataSpec, *paths: Path) -> tuple[TableSchema | None, DataSpec]:
+    """Return the schema next to the data, or None, and data settings with its target.
+
+    The first of several `paths` with a schema counts. Raises DataError if the schema is invalid.
+    """
+    for path in paths:
+        if schema := find_schema(path, shared=spec.expected is not None):
+            return schema, spec.replace(target=schema.target)
+    return None, spec

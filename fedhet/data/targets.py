@@ -358,14 +358,13 @@ def label_text(value: object) -> str | None:
     return None
 
 
-def array_table(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: str = "") -> Table:
+def array_table(y: npt.NDArray[Any], where: Path | str, spec: DataSpec) -> Table:
     """Convert targets [N] or [N, K] to a table with a column for each target.
 
     Args:
         y: Numbers, in which NaN marks a missing target.
         where: Source of the array, for messages.
         spec: Data settings. `data.target` names the columns.
-        target: Comma-separated names, such as the names in a schema, that replace `data.target`.
 
     Raises:
         DataError: If the array is not numeric, if a number is infinite or too large, or if the
@@ -379,7 +378,7 @@ def array_table(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: 
         )
     numbers = y.reshape(len(y), -1).astype(np.float64)
     count = numbers.shape[1]
-    target = target or spec.target or ",".join(f"y{k}" for k in range(count) if count > 1) or "y"
+    target = spec.target or ",".join(f"y{k}" for k in range(count) if count > 1) or "y"
     names = [name.strip() for name in target.split(",")] if count > 1 else [target]
     if len(set(names)) != count:
         raise DataError(

@@ -196,7 +196,7 @@ def _declared(
     settings: NodeSettings, listed: tuple[int, ...], budget: Budget | None
 ) -> Iterator[Finding]:
     """Check the declaration of a private site, and compare it with the data."""
-    from fedhet.data.site import Declaration
+    from fedhet.data.declaration import Declaration
 
     try:
         declared = Declaration.from_files(settings.data, settings.max_data_bytes)

@@ -26,7 +26,7 @@ from fedhet.base.errors import DataError, SettingsError, describe_error
 from fedhet.data.dataset import Dataset, Format, Source, Split
 from fedhet.data.folders import TEST, TRAIN
 from fedhet.data.rows import Table
-from fedhet.data.schemas import TableSchema, find_schema
+from fedhet.data.schemas import TableSchema, declared_targets
 from fedhet.data.spec import DataSpec, Expected, check_max_bytes, encode_owners, reading
 from fedhet.data.targets import array_table, infer_targets, read_targets
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, Kind, kind_of_arrays
@@ -134,7 +134,7 @@ def make_split(
     if schema is None:
         labels = torch.from_numpy(convert_labels(y, where, classes))
     else:
-        table = array_table(y, where, DataSpec(task=schema.task), schema.target)
+        table = array_table(y, where, DataSpec(task=schema.task, target=schema.target))
         labels = read_targets(schema, table)
     if len(samples) != len(labels):
         raise DataError(
@@ -156,9 +156,7 @@ def infer_array_targets(
     """
     if find_task(spec.task) is Classification:
         return None
-    tables = [
-        array_table(y, where, spec, declared.target if declared else "") for where, y in arrays
-    ]
+    tables = [array_table(y, where, spec) for where, y in arrays]
     return infer_targets(Table.concatenate(root, tables, spec), tables[0].spec, declared=declared)
 
 
@@ -207,7 +205,7 @@ def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     files, is_single = _npz_files(root, spec)
     first, expected = files[TRAIN][0], spec.expected or Expected()
     targets = ((path, read_arrays(path, ("y",), spec)["y"]) for path in files[TRAIN])
-    declared = find_schema(root, shared=spec.expected is not None)
+    declared, spec = declared_targets(spec, root)
     schema = infer_array_targets(root, targets, spec, declared)
     splits: dict[Path, Split] = {}
     for part, path in [(part, path) for part, paths in files.items() for path in paths]:

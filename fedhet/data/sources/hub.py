@@ -26,6 +26,7 @@ from fedhet.base.errors import DataError
 from fedhet.data.columns import find_words
 from fedhet.data.dataset import Dataset, Format, Location, Source, Split
 from fedhet.data.rows import missing_column_error
+from fedhet.data.sources.arrays import check_same_form
 from fedhet.data.sources.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
 from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 from fedhet.data.targets import find_classes, label_text
@@ -77,11 +78,7 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
         if not labels_of or min(labels_of) < 0:
             raise DataError(f"{where}: column {label!r}: expected a label for each sample")
         parts.append(Split(_samples(rows, name, spec), torch.tensor(labels_of, dtype=torch.int64)))
-    if (test_shape := parts[-1].x.shape[1:]) != (shape_of_train := parts[0].x.shape[1:]):
-        raise DataError(
-            f"{where}: test images must have shape {list(shape_of_train)} like the training "
-            f"images, got {list(test_shape)}"
-        )
+    check_same_form(parts[0], parts[-1], "the training set", f"{where}: test set")
     owned = {}
     if spec.by:
         if spec.by not in features:

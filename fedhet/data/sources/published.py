@@ -27,7 +27,12 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.data.columns import MAX_NUMBER
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
 from fedhet.data.rows import read_frame
-from fedhet.data.sources.arrays import convert_labels, numbered_classes, read_arrays
+from fedhet.data.sources.arrays import (
+    check_same_form,
+    convert_labels,
+    numbered_classes,
+    read_arrays,
+)
 from fedhet.data.spec import FIXED_SEED, DataSpec, Index, stratified
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.settings.run import DataSettings
@@ -155,11 +160,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
             )
         images = np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2))
         splits.append(Split(torch.from_numpy(images), torch.from_numpy(labels)))
-        if (got_shape := splits[-1].x.shape[1:]) != (train_shape := splits[0].x.shape[1:]):
-            raise DataError(
-                f"{path}: {part}_images must have shape {list(train_shape)} like train_images, got "
-                f"{list(got_shape)}"
-            )
+        check_same_form(splits[0], splits[-1], "train_images", f"{path}: {part}_images")
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
     format = Format.from_samples(training.x, numbered_classes(splits), IMAGE)

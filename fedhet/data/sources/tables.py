@@ -17,7 +17,7 @@ from fedhet.base.errors import DataError, SettingsError, one_line
 from fedhet.data.dataset import Dataset, Format, Source
 from fedhet.data.folders import PARTS, is_ignored
 from fedhet.data.rows import ENDINGS, Table, find_rows, read_table
-from fedhet.data.schemas import SCHEMA, find_schema
+from fedhet.data.schemas import SCHEMA, declared_targets
 from fedhet.data.spec import DataSpec
 from fedhet.data.tables import infer_schema, labeled_split
 from fedhet.kinds import TABLE
@@ -63,16 +63,16 @@ def read_tables(location: str, spec: DataSpec) -> Dataset:
     """
     path, first, test = find_row_files(location, ENDINGS)
     is_site, file = spec.expected is not None, (path if path.is_dir() else path.parent) / SCHEMA
-    declared = find_schema(path, shared=is_site)
+    stated = spec.target
+    declared, spec = declared_targets(spec, path)
     if is_site and not (declared and declared.columns):
         fault = "columns: expected the columns of a table" if declared else "file not found"
         rule = "because all sites encode values in the same way"
         raise DataError(f"{file}: {fault}, {rule}. Create the file with `fedhet schema`.")
-    if declared and not is_site and spec.target not in ("", declared.target):
+    if declared and not is_site and stated not in ("", declared.target):
         raise SettingsError(
-            f"data.target: expected {declared.target!r}, the target in {file}, got {spec.target!r}"
+            f"data.target: expected {declared.target!r}, the target in {file}, got {stated!r}"
         )
-    spec = spec.replace(target=declared.target) if declared else spec
     if first is not None:
         train = read_table(first, spec)
         owned = train.owners()

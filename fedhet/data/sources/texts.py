@@ -19,7 +19,7 @@ from fedhet.base.errors import DataError, SettingsError, error_reason
 from fedhet.data.dataset import Dataset, Format, Source, Split
 from fedhet.data.folders import Files, read_folder
 from fedhet.data.rows import TEXT_ENDINGS, Table, missing_column_error, read_bounded, read_table
-from fedhet.data.schemas import SCHEMA, find_schema
+from fedhet.data.schemas import SCHEMA, declared_targets
 from fedhet.data.sources.tables import find_row_files
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
@@ -50,17 +50,16 @@ def read_texts(location: str, spec: DataSpec) -> Dataset:
     if train is None:
         return read_folder(location, spec, TEXTS)
     columns = tuple(spec.text_column)
-    declared = find_schema(train, shared=spec.expected is not None)
-    target = declared.target if declared else spec.target or spec.label_column.strip()
-    spec = spec.replace(target=target)
+    declared, spec = declared_targets(spec, train)
+    spec = spec.replace(target=spec.target or spec.label_column.strip())
     rows = read_table(train, spec, texts=columns)
     for name in columns:
         if name not in rows.columns:
             raise missing_column_error(train, name, rows.columns, " (data.text-column)")
         rows.column(name)
-    if declared and declared.task == CLASSIFICATION.name and target not in rows.columns:
+    if declared and declared.task == CLASSIFICATION.name and spec.target not in rows.columns:
         hint = f". It is the target in {train.parent / SCHEMA}, which describes all files there."
-        raise missing_column_error(train, target, rows.columns, hint)
+        raise missing_column_error(train, spec.target, rows.columns, hint)
     schema = infer_targets(rows, spec, declared=declared)
 
     def split(table: Table) -> Split:
