@@ -206,7 +206,7 @@ def test_invalid_number_raises(tmp_path, number):
 
 
 def test_endless_field_raises(tmp_path):
-    """Each of the 15 x 30 fields would use four bytes per character of the longest field."""
+    """A text array would use four bytes per character of the longest field for each field."""
     dataset = write_adult(tmp_path)
     with (tmp_path / "adult.data").open("a") as file:
         file.write(", ".join(["w" * 100_000] * 15) + "\n")
@@ -216,7 +216,8 @@ def test_endless_field_raises(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert "a field must have at most 200 characters, got 100000" in message
+    assert "a numeric column contains a word" in message
+    assert len(message) < 300
     assert peak < 20_000_000
 
 

@@ -228,7 +228,7 @@ def test_private_site_follows_its_declaration(tmp_path, caplog):
 def test_site_with_too_few_samples_warns(tmp_path, caplog):
     folder = site(tmp_path / "a", rows=5)
     spec = DataSpec(validation_fraction=0.1)
-    assert site_data(f"npz:{folder}", spec=spec, classes=4, name="a").validation is None
+    assert not len(site_data(f"npz:{folder}", spec=spec, classes=4, name="a").validation)
     assert "a: no validation samples, because data.validation-fraction = 0.1 of 4" in caplog.text
 
 

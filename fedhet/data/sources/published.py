@@ -24,7 +24,7 @@ import torch
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.columns import MAX_NUMBER
+from fedhet.data.columns import MAX_NUMBER, find_words
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
 from fedhet.data.rows import read_frame
 from fedhet.data.sources.arrays import (
@@ -208,7 +208,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
                 f"{frame.shape[1]}"
             )
         rows = frame.astype(object).where(frame.notna(), "?").astype(str).to_numpy(object)
-        parts = held_out(encode_labels(rows[:, -1].astype(str)), _OPENML_TEST_FRACTION, "adult")
+        parts = held_out(encode_labels(rows[:, -1]), _OPENML_TEST_FRACTION, "adult")
         train, test = (rows[part] for part in parts)
     else:
         raise DataError(
@@ -228,9 +228,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
     def encoded(rows: Rows) -> Split:
         values = scaler.transform(_floats(name, rows)).astype(np.float32)
         x = np.concatenate([values, encoder.transform(rows[:, _ADULT_WORDS])], axis=1)
-        return Split(
-            torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1].astype(str)))
-        )
+        return Split(torch.from_numpy(x), torch.from_numpy(find_words(rows[:, -1], classes)))
 
     widths = (*(1 for _ in _ADULT_NUMBERS), *map(len, encoder.categories_))
     training = encoded(train)
@@ -256,7 +254,7 @@ def _floats(name: str, rows: Rows) -> npt.NDArray[np.float64]:
     try:
         numbers = rows[:, _ADULT_NUMBERS].astype(np.float64)
     except ValueError as error:
-        raise DataError(f"{name}: a numeric column contains a word ({error})") from error
+        raise DataError(f"{name}: a numeric column contains a word ({error!s:.80})") from error
     invalid = numbers[~(np.abs(numbers) <= MAX_NUMBER)]
     if invalid.size:
         raise DataError(
