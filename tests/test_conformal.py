@@ -475,8 +475,8 @@ def exact_coverage(pool, samples, tests, theta, seed, temperature=1.0):
     return np.array(found)
 
 
-@pytest.mark.parametrize("theta", ["0.05", "0.1", "0.3"])
-@pytest.mark.parametrize("samples", [9, 30, 100, 101])
+@pytest.mark.parametrize("theta", ["0.05", "0.3"])
+@pytest.mark.parametrize("samples", [9, 100, 101])
 @pytest.mark.parametrize("real", [False, True])
 def test_coverage_is_exact(digits_pool, samples, theta, real):
     """Test calibrated logits and the logits of a classifier."""
@@ -492,7 +492,7 @@ def test_coverage_is_exact(digits_pool, samples, theta, real):
         assert 0.7 < raw.std() / (error * math.sqrt(DRAWS)) < 1.3
 
 
-@pytest.mark.parametrize("theta", ["0.05", "0.1", "0.3"])
+@pytest.mark.parametrize("theta", ["0.05", "0.3"])
 @pytest.mark.parametrize("samples", [30, 100])
 @pytest.mark.parametrize("factor", [1.0, 3.0, None])
 def test_calibrated_sets_contain_the_label(digits_pool, samples, theta, factor):
