@@ -285,8 +285,14 @@ def test_npz_files(trained, tmp_path):
             read_inputs([tmp_path / f"{name}.npz"], record)
     with pytest.raises(DataError):
         read_inputs([tmp_path / "none.npz"], record)
-    with pytest.raises(DataError, match="other files"):
-        read_inputs([tmp_path / "x.npz", tmp_path / "x.npz"], record)
+    names, x = read_inputs([tmp_path / "x.npz", tmp_path / "x.npz"], record)
+    assert len(x) == len({*names}) * 2 == 12
+    (tmp_path / "image.png").touch()
+    for others in (tmp_path / "image.png", tmp_path):
+        with pytest.raises(DataError, match="only with other"):
+            read_inputs([tmp_path / "x.npz", others], record)
+    with pytest.raises(DataError, match="memory"):
+        read_inputs([tmp_path / "x.npz"] * 2, record, max_bytes=2 * SCALED.nbytes - 1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError):
         read_inputs([tmp_path / "empty"], record)
@@ -698,8 +704,9 @@ def test_predictions_of_texts_and_signals_equal_the_evaluation(kind, tmp_path, m
         assert torch.equal(read, samples_for(found.record, x[:3]))
         monkeypatch.chdir(tmp_path)
         assert torch.equal(read_inputs([Path("0.txt")], found.record)[1], read[:1])
-        with pytest.raises(DataError, match=r"test\.csv: "):
-            read_inputs([folder / "test.csv"], found.record)
+        rows, read = read_inputs([folder / "test.csv"], found.record)
+        assert rows[0] == "row 1"
+        assert torch.equal(read, samples_for(found.record, x))
         size = sum((tmp_path / f"{n}.txt").stat().st_size for n in range(3))
         with pytest.raises(DataError, match="memory"):
             read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record, max_bytes=size - 1)

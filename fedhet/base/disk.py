@@ -21,6 +21,7 @@ import struct
 import time
 import tomllib
 import zipfile
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -170,15 +171,32 @@ def read_toml_tables(path: Path) -> dict[str, Any]:
     """
     content = read_file(path, MAX_TOML_BYTES)
     try:
-        text = content.decode()
+        text = decode_text(content)
         if _LONG_KEY.search(text):
             raise ValueError(f"expected keys of at most {MAX_KEY_PARTS} parts")
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
-        raise StateError(f"{path}: not valid UTF-8: {error}") from None
+        fault = f"{path}: not valid {error.encoding} ({error}). Save the file in UTF-8."
+        raise StateError(fault) from None
     # Too many digits raise ValueError, and deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
+
+
+_MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UTF-16 mark.
+    BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
+    BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+
+
+def decode_text(content: bytes) -> str:
+    """Decode text in UTF-8, or in the encoding of its byte order mark, as Windows' editors write.
+
+    Raises UnicodeDecodeError if the text is not valid in this encoding.
+    """
+    return content.decode(
+        next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
+    )
 
 
 def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:

@@ -29,6 +29,7 @@ from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
 from fedhet.base import __version__
+from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, error_reason
 from fedhet.cli import deploy, results, run, show
 from fedhet.cli.example import example_command
@@ -54,9 +55,12 @@ class Command(TyperCommand):
                 parameter.help = next(texts, None)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If an unknown option names a setting, the error shows how to set it."""
+        """Parse arguments, and replace `~` in paths.
+
+        If an unknown option names a setting, the error shows how to set it.
+        """
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known, word = all_settings(), error.option_name.strip("-").replace("_", "-")
             matches = (name for name in known if word in (name, name.rpartition(".")[2]))
@@ -65,6 +69,12 @@ class Command(TyperCommand):
                 raise
             message = f"No such option '{error.option_name}'; {self._usage(setting)}"
             raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
+        for parameter in self.params:
+            name, value = str(parameter.name), ctx.params.get(str(parameter.name))
+            if isinstance(parameter.type, click.Path) and value is not None:
+                several = isinstance(value, list | tuple)
+                ctx.params[name] = [*map(expanded, value)] if several else expanded(value)
+        return rest
 
     def _usage(self, setting: str) -> str:
         """Return a hint on how to set a setting with the options of this command."""

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
+from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import options
 from fedhet.cli.options import console, errors, listing, loading, option, say
@@ -348,10 +349,10 @@ def status_command(
     as_json: Json = False,
 ) -> None:
     """Show a run's progress: the current round and the state of each client."""
-    if where is not None and not Path(where).exists() and (":" in where or ca is not None):
+    if where is not None and not expanded(where).exists() and (":" in where or ca is not None):
         _show_server(where, ca, as_json=as_json)
         return
-    directory = RUNS if where is None else Path(where)
+    directory = RUNS if where is None else expanded(where)
     if where is None or (directory.is_dir() and not (directory / "config.toml").exists()):
         configs = [*directory.glob("*/config.toml"), *directory.glob("*/*/config.toml")]
         if not configs:

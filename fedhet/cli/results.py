@@ -224,8 +224,8 @@ def predict_command(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Image or text files, directories of image or text files, a table, or an .npz "
-            "file with an array x."
+            help="Image or text files, directories of image or text files, tables, or .npz files "
+            "with an array x."
         ),
     ],
     kind: Kind = "",

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedhet.base.disk import Folder, check_secret, read_file, read_toml_tables, write_text
+from fedhet.base.disk import Folder, check_secret, expanded, read_file, read_toml_tables, write_text
 from fedhet.base.errors import SettingsError, StateError, error_reason, nearest, safe_repr
 from fedhet.wire.identity import MAX_CLASSES, SERVER, is_name
 
@@ -212,7 +212,7 @@ def read_public(path: str | Path) -> Peer:
 
 def read_key(path: str | Path) -> X25519PrivateKey:
     """Read a private key. Raises SettingsError if it is invalid or readable by other users."""
-    file = Path(path)
+    file = expanded(path)
     try:
         check_secret(file)
         key = load_pem_private_key(read_file(file, 2**16), None)
@@ -351,7 +351,7 @@ def _parse_file(
 ) -> _Parsed:
     """Read and parse a TOML file. Raises SettingsError, naming the file, if it is invalid."""
     try:
-        return parse(read_toml_tables(Path(path)))
+        return parse(read_toml_tables(expanded(path)))
     except OSError as error:
         fault = f"{path}: cannot read the file ({error_reason(error)})"
     except StateError as error:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from fedhet.base.errors import DataError, SettingsError, nearest
-from fedhet.base.seeding import derive, numpy_rng
+from fedhet.base.seeding import derive, numpy_rng, preserve_global_rng
 from fedhet.data.dataset import ClientData, Dataset, Split, concatenate
-from fedhet.data.spec import DataSpec, Index, preserve_global_rng, stratified
+from fedhet.data.spec import DataSpec, Index, stratified
 from fedhet.settings.run import DataSettings
 from fedhet.tasks import CLASSIFICATION
 

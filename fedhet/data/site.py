@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedhet.base.disk import expanded
+from fedhet.base.disk import decode_text, expanded
 from fedhet.base.errors import DataError
 from fedhet.data.dataset import ClientData, Format
 from fedhet.data.folders import CLASSES_FILE
@@ -152,7 +152,7 @@ def read_class_names(root: Path | None, classes: int | None) -> tuple[str, ...]:
     if root is None or not (path := root / CLASSES_FILE).exists():
         return ()
     with reading(path, "text file"):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = decode_text(path.read_bytes()).splitlines()
     names = tuple(line.strip() for line in lines if line.strip())
     classes = classes or max(2, len(names))
     if len(names) != classes or len(set(names)) != classes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,17 +77,6 @@ class DataSpec(DataSettings):
     def replace(self, **changes: object) -> DataSpec:
         """Return a copy with changed settings."""
         return self.model_copy(update=changes)
-
-
-@contextmanager
-def preserve_global_rng() -> Iterator[None]:
-    """Restore the global state of `random` and NumPy on exit, because some imports draw from it."""
-    python, legacy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
 
 
 @contextmanager

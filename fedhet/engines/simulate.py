@@ -31,6 +31,7 @@ from flwr.server.client_manager import ClientManager
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import ModelError, SettingsError, one_line
+from fedhet.base.seeding import isolated
 from fedhet.client_runtime.node import Node, open_client, read_node
 from fedhet.client_runtime.samples import ClientSamples, info_of
 from fedhet.config.resolve import Config, check, resolve
@@ -83,7 +84,7 @@ def simulate(
         FedhetError: If the run failed. If this machine cannot execute the run, the error is raised
             before any training.
     """
-    with _trained(config, directory, watchers, begun):
+    with isolated(), _trained(config, directory, watchers, begun):
         # Import lazily, so that the clients do not wait for pandas and matplotlib.
         from fedhet import report
 
@@ -96,7 +97,7 @@ def train(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> 
     Writing a report takes longer than a small run; `fedhet report` writes the report from the
     files in `directory`.
     """
-    with _trained(config, directory, watchers, None, with_report=False):
+    with isolated(), _trained(config, directory, watchers, None, with_report=False):
         pass
 
 

@@ -15,8 +15,10 @@ from rich.console import Console
 from torch import nn
 
 from fedhet import report
+from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import ACCURACY
+from fedhet.base.seeding import isolated
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
 from fedhet.engines.simulate import baseline_of, resolve_auto, simulate
@@ -27,6 +29,7 @@ from fedhet.inference.client import (
     TrainedClient,
     clients_in,
     open_models,
+    read_inputs,
     read_test,
     recorded_confusion,
     samples_for,
@@ -172,7 +175,7 @@ def load(
         >>> model = result.model("client-0")
     """
     register(objects or {})
-    return Result(report.load_run(Path(directory)), trust=trust)
+    return Result(report.load_run(expanded(directory)), trust=trust)
 
 
 def compare(
@@ -208,17 +211,17 @@ def compare(
         >>> fedhet.compare(["runs/felo", "runs/local"], against="local").to_frame()
     """
     several = [runs] if isinstance(runs, Result | str | Path) else runs
-    paths = [each.directory if isinstance(each, Result) else each for each in several]
+    paths = [each.directory if isinstance(each, Result) else expanded(each) for each in several]
     comparison = report.compare(
         paths, target, kind, protocol=protocol, against=against, metric=metric
     )
     if out is not None:
-        report.write_comparison(comparison, out)
+        report.write_comparison(comparison, expanded(out))
     return ComparedRuns(comparison)
 
 
 def _path(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path)
+    return None if path is None else expanded(path)
 
 
 def _resolve(
@@ -417,6 +420,7 @@ class Result:
         """
         return Result(self._run, best=True, trust=self._trust)
 
+    @isolated()
     def kinds(self, client: str | int) -> tuple[str, ...]:
         """Return the kinds of models of a client or of the server, e.g. ("private", "global").
 
@@ -424,6 +428,7 @@ class Result:
         """
         return self._models(client).kinds
 
+    @isolated()
     def model(self, client: str | int, kind: str = "", architecture: str = "") -> nn.Module:
         """Return a trained model of a client or of the server.
 
@@ -449,6 +454,7 @@ class Result:
         """
         return self._models(client, architecture).model(kind)
 
+    @isolated()
     def predict(
         self, client: str | int, x: Any, kind: str = "", architecture: str = ""
     ) -> Predictions | PredictedNumbers:
@@ -456,8 +462,9 @@ class Result:
 
         Args:
             client: Client, or "server", as in `model`.
-            x: Array or tensor of shape [N, *shape], or texts. uint8 values are scaled as in
-                training; floats must already be scaled.
+            x: Array or tensor of shape [N, *shape], texts, or the paths of files (`pathlib.Path`)
+                as for `fedhet predict`. uint8 values are scaled as in training; floats must already
+                be scaled.
             kind: Kind of model, as in `model`.
             architecture: Architecture of the server's model, as in `model`.
 
@@ -476,8 +483,14 @@ class Result:
         trained = self._models(client, architecture)
         if not kind and (missing := trained.missing_headline):
             LOG.warning("%s", missing)
-        return trained.predict(samples_for(trained.record, x), kind)
+        paths = [x] if isinstance(x, Path) else x
+        if isinstance(paths, list | tuple) and paths and all(isinstance(p, Path) for p in paths):
+            samples = read_inputs([expanded(path) for path in paths], trained.record)[1]
+        else:
+            samples = samples_for(trained.record, x)
+        return trained.predict(samples, kind)
 
+    @isolated()
     def export(
         self,
         client: str | int,
@@ -505,10 +518,11 @@ class Result:
             ModelError: If the format does not support the model.
             StateError: If the model is not found, or if the file cannot be written.
         """
-        path = Path(out)
+        path = expanded(out)
         trained = self._models(client, architecture)
         return export(trained, form or path.suffix.lstrip("."), path, kind)
 
+    @isolated()
     def test(self, client: str | int | None = None) -> LabeledSamples:
         """Return the common test set, or the test split of a client.
 
@@ -533,6 +547,7 @@ class Result:
         name = None if client is None else self._name(client)
         return read_test(self.directory, name, trust=self._trust)
 
+    @isolated()
     def confusion(
         self,
         client: str | int | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,11 +42,11 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.data.dataset import Format, Split
 from fedhet.data.folders import Files, Walk
-from fedhet.data.rows import ENDINGS, read_table
+from fedhet.data.rows import ENDINGS, Table, read_table
 from fedhet.data.site import known_outputs
 from fedhet.data.sources.arrays import read_arrays
 from fedhet.data.sources.images import IMAGES, MODES, Form, decode_blocks
-from fedhet.data.sources.texts import TEXTS
+from fedhet.data.sources.texts import TEXTS, joined_texts
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.store import RunData
 from fedhet.data.tables import encode
@@ -934,8 +934,8 @@ def read_inputs(
     """Read the samples to predict from files, and scale them as in training.
 
     Args:
-        paths: Image or text files, directories of such files, a single table, or a single .npz file
-            with an array `x`.
+        paths: Image or text files, directories of such files, tables, or .npz files with an array
+            `x`. Texts are also read from tables, in the run's `data.text-column`.
         record: Record of the client. It contains the kind and the shape of the model's inputs.
         resize: Whether to resize images of another size. `data.image-size` also enables resizing.
         max_bytes: Maximum size of the samples in memory. It replaces the run's `data.max-bytes`,
@@ -949,15 +949,19 @@ def read_inputs(
     """
     described = record.format
     bounds = DataSpec.for_run(record.config().run).replace(max_bytes=max_bytes)
+    listed = [sorted(path.rglob("*.npz")) if path.is_dir() else [path] for path in paths]
+    arrays = [path for each in listed for path in each if path.suffix == ".npz"]
+    arrays = [] if described.kind == TEXT.name else arrays
+    tables = [] if arrays else _tables_in(paths, described)
     if described.kind == TEXT.name:
+        if tables:
+            columns = bounds.text_column
+            return _each_row(
+                tables, bounds, columns,
+                lambda table: tokenize(joined_texts(table, columns), bounds, table.path),
+            )  # fmt: skip
         texts = _files_in(paths, TEXTS)
-        if tables := [path for path in texts if path.lower().endswith(ENDINGS)]:
-            raise DataError(
-                f"{tables[0]}: expected a file with one text, got a table. Save each text as a "
-                ".txt file, or pass the texts to `result.predict` in Python."
-            )
         return texts, TEXTS.read(texts, bounds, None)
-    arrays = [path for path in paths if path.suffix == ".npz"]
     if (
         isinstance(record, ServerRecord)
         and not record.is_complete
@@ -968,19 +972,23 @@ def read_inputs(
             f"{paths[0]}: the server does not know the columns. To predict the rows of a table, "
             "copy schema.toml of a site into the run directory."
         )
-    if described.schema is not None and described.schema.columns and not arrays:
-        if len(paths) > 1:
-            raise DataError(f"{paths[1]}: expected a single table")
-        _check_regular(paths[0])
-        table = read_table(paths[0], bounds)
-        return [f"row {row}" for row in range(1, len(table) + 1)], encode(described.schema, table)
-    if arrays and len(paths) > 1:
-        raise DataError(f"{arrays[0]}: cannot be combined with other files")
+    if (schema := described.schema) is not None and schema.columns and not arrays:
+        return _each_row(tables, bounds, (), lambda table: encode(schema, table))
     if arrays:
-        _check_regular(arrays[0])
-        array = read_arrays(arrays[0], ("x",), bounds, scaled=True)["x"]
-        x = samples_for(record, array, str(arrays[0]))
-        return [str(row) for row in range(len(x))], x
+        beside = [each for path in paths if path.is_dir() for each in path.rglob("*")]
+        if any(path.suffix != ".npz" for each in listed for path in each) or any(
+            each.name.lower().endswith(IMAGES.endings) for each in beside
+        ):
+            raise DataError(f"{arrays[0]}: can be combined only with other .npz files")
+        names, parts = list[str](), list[Tensor]()
+        for path in arrays:
+            _check_regular(path)
+            array = read_arrays(path, ("x",), bounds, scaled=True)["x"]
+            parts.append(samples_for(record, array, str(path)))
+            prefix = f"{path}: " if len(arrays) > 1 else ""
+            names += [f"{prefix}{row}" for row in range(len(parts[-1]))]
+            check_max_bytes(sum(part.nbytes for part in parts), bounds, path)
+        return names, torch.cat(parts)
     files = _files_in(paths, IMAGES)
     if described.kind != IMAGE.name or described.shape[0] not in MODES:
         raise DataError(
@@ -1040,6 +1048,48 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
             f"{values.flat[np.abs(values).argmax()]:g}"
         )
     return scaled(torch.from_numpy(values))
+
+
+def _tables_in(paths: Sequence[Path], described: Format) -> list[Path]:
+    """Return the tables in `paths`, including those directly in directories.
+
+    Returns [] if the model's samples are not rows of a table, or texts, or if texts are in files of
+    their own. Raises DataError if there are tables and other files, or no table for rows.
+    """
+    has_columns = described.schema is not None and bool(described.schema.columns)
+    if described.kind != TEXT.name and not has_columns:
+        return []
+    listed = [
+        sorted(path.iterdir(), key=lambda each: natural(each.name)) if path.is_dir() else [path]
+        for path in paths
+    ]
+    tables = [path for each in listed for path in each if path.name.lower().endswith(ENDINGS)]
+    others = [path for path in paths if not path.is_dir() and path not in tables]
+    if (others and tables) or not (tables or described.kind == TEXT.name):
+        raise DataError(
+            f"{(others or paths)[0]}: expected tables ending in one of {', '.join(ENDINGS)}"
+        )
+    for path in tables:
+        _check_regular(path)
+    return tables
+
+
+def _each_row(
+    paths: Sequence[Path],
+    bounds: DataSpec,
+    texts: Sequence[str],
+    encoded: Callable[[Table], Tensor],
+) -> tuple[list[str], Tensor]:
+    """Return the name of each row of several tables, and the encoded rows [N, ...]."""
+    tables: list[Table] = []
+    for path in paths:
+        tables.append(read_table(path, bounds, tables[-1].size if tables else 0, texts=texts))
+    names = [
+        f"{f'{table.path}: ' if len(tables) > 1 else ''}row {row}"
+        for table in tables
+        for row in range(1, len(table) + 1)
+    ]
+    return names, torch.cat([encoded(table) for table in tables])
 
 
 def _files_in(paths: Sequence[Path], files: Files) -> list[str]:

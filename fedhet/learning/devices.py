@@ -66,12 +66,13 @@ class Compute:
     def to_inputs(self, x: Tensor) -> Tensor:
         """Convert samples [N, ...] to model inputs on the device.
 
-        uint8 images are scaled, and images [N, C, H, W] are converted to the memory format.
+        uint8 images are scaled, and images [N, C, H, W] are converted to the memory format. The
+        inputs are a copy, because a model may write into them.
         """
         inputs = scaled(self.to_device(x))
         if self.channels_last and x.ndim == 4:
-            return inputs.contiguous(memory_format=torch.channels_last)
-        return inputs
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs.clone() if inputs.data_ptr() == x.data_ptr() else inputs
 
     def compiled(self, loss_of: Loss) -> Loss:
         """Compile a batch loss if `compiles` is set and the loss is a module.

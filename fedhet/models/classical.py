@@ -8,7 +8,6 @@ probabilities are used. In regression, each target has a separate regressor.
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from fedhet.base.arrays import Array
 from fedhet.base.errors import ModelError, describe_error
 from fedhet.base.seeding import seeded
-from fedhet.data.spec import preserve_global_rng
 from fedhet.learning.devices import scaled
 
 
@@ -102,7 +100,7 @@ class Refitted(nn.Module):
     def fit(self, x: Tensor, y: Tensor) -> None:
         """Fit a new classifier to x [N, ...] and y [N]. Raises ModelError if this fails."""
         self._pending = None
-        labels = y.cpu().numpy()
+        labels = y.cpu().numpy().copy()
         if len(np.unique(labels)) == 1:
             # scikit-learn does not support training data with a single class, so always predict
             # this class.
@@ -170,12 +168,9 @@ class Refitted(nn.Module):
 
         with (
             threadpool_limits(1),
-            preserve_global_rng(),
             seeded(self._seed, "classical"),
             warnings.catch_warnings(),
         ):
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
             warnings.simplefilter("ignore")
             try:
                 yield
@@ -228,8 +223,8 @@ class RefittedRegressor(Refitted):
 
 
 def _flat(x: Tensor) -> npt.NDArray[np.float32]:
-    flat: npt.NDArray[np.float32] = scaled(x.detach().cpu()).float().flatten(1).numpy()
-    return flat
+    """Return a copy of samples x [N, ...] as an array [N, F], because estimators may change it."""
+    return np.array(scaled(x.detach().cpu()).flatten(1).numpy(), np.float32)
 
 
 def numeric_columns(x: Array) -> Array:

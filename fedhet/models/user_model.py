@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fedhet.base.errors import ModelError, import_hint, nearest
@@ -194,14 +195,22 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
 def check_use(
     name: str, model: nn.Module, another: nn.Module, shape: Shape, kind: Kind | None
 ) -> None:
-    """Check that a custom model can be copied, restored, and trained for one step.
+    """Check that a custom model can be copied, restored, trained for one step, and evaluated.
 
-    The step uses blank samples. `another` is the result of a second call to the user's function,
-    which must return a new model with the same layout. Neither model can be used afterwards. Raises
-    ModelError if the check fails.
+    The model must not change its input, and must predict a single sample. `another` is the result
+    of a second call to the user's function, which must return a new model with the same layout.
+    Neither model can be used afterwards. Raises ModelError if the check fails.
     """
+    for key, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ModelError(
+                f"model '{name}': {key}: batch norm without running statistics, so predictions "
+                "depend on the other samples in a batch, expected track_running_stats=True"
+            )
     before = {key: value.clone() for key, value in model.state_dict().items()}
     samples = (kind or IMAGE).blank(2, tuple(shape))
+    samples = torch.randn_like(samples) if samples.is_floating_point() else samples
+    given = samples.clone()
     steps: dict[str, Callable[[], object]] = {
         "copy.deepcopy": lambda: copy.deepcopy(model),
         "load_state_dict(state_dict())": lambda: model.load_state_dict(before),
@@ -209,6 +218,7 @@ def check_use(
             part.register_forward_hook(lambda *_: None) for part in model.modules()
         ],
         "a training step": lambda: model.train()(samples).sum().backward(),
+        "the prediction of a single sample": lambda: model.eval()(samples[:1]),
     }
     for step, carry_out in steps.items():
         try:
@@ -216,6 +226,11 @@ def check_use(
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ModelError(f"model '{name}': {step} failed: {reason}") from error
+        if not torch.equal(samples, given):
+            raise ModelError(
+                f"model '{name}': {step} changes the input, expected no operation in place on it, "
+                "such as x.sub_() or a first layer with inplace=True, because models share batches"
+            )
 
     def layout(state: Mapping[str, Tensor]) -> dict[str, str]:
         dtype_of = {key: str(value.dtype).removeprefix("torch.") for key, value in state.items()}

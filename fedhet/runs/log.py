@@ -81,7 +81,7 @@ from fedhet.runs.records import (
     Summary,
 )
 from fedhet.runs.storage import Checkpoint, Checkpoints, ClientStore
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import RunSettings, without_effect
 from fedhet.settings.schema import Scalar
 from fedhet.wire.identity import SERVER, ClientInfo
 
@@ -275,8 +275,17 @@ class RunLog:
         """Number of the last round. Early stopping can reduce this number during the run."""
         return last_round(self._history, self.config)
 
-    def begin(self, clients: Iterable[ClientInfo], classes: Sequence[str] = ()) -> None:
-        """Record the initial clients and, if known, the class names, and notify watchers."""
+    def begin(
+        self,
+        clients: Iterable[ClientInfo],
+        classes: Sequence[str] = (),
+        *,
+        has_common_test: bool = True,
+    ) -> None:
+        """Record the initial clients and, if known, the class names, and notify watchers.
+
+        `has_common_test` tells whether models are evaluated on a common test set.
+        """
         initial = list(clients)
         self.clients_joined(initial)
         self._origin.own_data = any(client.own_data for client in initial)
@@ -291,9 +300,17 @@ class RunLog:
             self.notice(privacy.describe_budget(self.config.run.rounds))
         if privacy.secure_aggregation:
             self.notice("secure aggregation (experimental): the server receives only sums")
-        run = self.config.run
+        run, has_scores = self.config.run, has_common_test or not privacy.hides_samples
+        if privacy.hides_samples:
+            reported = "scores on the common test set"
+            if not has_common_test:
+                reported = "no scores, because there is no common test set"
+            hidden = "scores on the clients' own samples stay at the clients"
+            self.notice(f"{hidden}; the run reports {reported}")
+        for message in without_effect(run, has_scores=has_scores):
+            self.notice(message)
         has_validation = run.data.validation and not privacy.hides_samples
-        if (run.early_stopping or run.keep_best) and not has_validation:
+        if has_scores and (run.early_stopping or run.keep_best) and not has_validation:
             self.notice(
                 "'early-stopping' and 'keep-best' select rounds on test data, so the scores of the "
                 "selected rounds are optimistic ('data.validation-fraction')"
@@ -406,7 +423,7 @@ class RunLog:
             record = self._history[-1] if self._history else RoundRecord(0)
             if record.scores or not self._history:
                 return ""
-            if self.config.run.privacy.secure_aggregation and not record.unevaluated:
+            if self.config.run.privacy.hides_samples and not record.unevaluated:
                 return ""  # Scores on the sites' own samples stay at the sites.
             title = metric_of(self.config.run.metrics[0]).title
             reasons = sorted({**record.failed, **record.unevaluated}.items())

@@ -12,6 +12,7 @@ from flwr.server.client_manager import ClientManager, SimpleClientManager
 from flwr.serverapp import Grid
 from rich.console import Console
 
+from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError, describe_error
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.config.sources import CLIENTS, FOLLOW, from_flower
@@ -70,7 +71,7 @@ def run_directory(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     dataset = config.run.data.dataset.partition(":")[0]
     default = f"runs/{config.method.name}-{dataset}-s{config.run.seed}-{stamp}"
-    directory = Path(config.run.out or default).resolve()
+    directory = expanded(config.run.out or default).resolve()
     if not is_name(directory.name):
         raise SettingsError(
             "out: the name of the run's directory must consist of letters, digits, '.', '_' and "

@@ -233,7 +233,12 @@ class MethodStrategy(Strategy):
         if has_labels and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
                 class_names = method.data.dataset.format.classes
-        self.log.begin(infos, class_names)
+        # Sites evaluate only on their own samples; the server evaluates its models.
+        evaluates = type(method).eval_models.__module__ != BASES["HetStrategy"]
+        has_common_test = method.common_test() is not None and (
+            evaluates or not any(info.own_data for info in infos)
+        )
+        self.log.begin(infos, class_names, has_common_test=has_common_test)
         method.write_record(infos)
         if self._unmasking:
             self._unmasking.check(infos)

@@ -24,6 +24,7 @@ from flwr.common import EvaluateIns, FitIns, FitRes
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.algorithms.rounds import RECENT, Closing, is_hit, median_duration, replies_to_close
+from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, StateError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import honest_majority
@@ -72,7 +73,7 @@ class SimulatedClock:
         Raises SettingsError if the file is invalid.
         """
         self._pace, self._seed = pace, seed
-        self._rows = [] if pace.clock == DRAWN_CLOCK else read_devices(Path(pace.clock))
+        self._rows = [] if pace.clock == DRAWN_CLOCK else read_devices(expanded(pace.clock))
         self._named = {name: device for name, device in self._rows if name}
 
     def seconds(self, client: str, round: int, work: float, size: int) -> float:

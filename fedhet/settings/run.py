@@ -7,6 +7,8 @@ The functions at the end assign training settings to clients and select the held
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +19,7 @@ from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
 from fedhet.settings.defense import AttackSettings, DefenseSettings, PrivacySettings
-from fedhet.settings.engine import EngineSettings, PaceSettings, WireSettings
+from fedhet.settings.engine import DRAWN_CLOCK, EngineSettings, PaceSettings, WireSettings
 from fedhet.settings.schema import (
     A_DATASET,
     A_DIRECTORY,
@@ -403,6 +405,111 @@ class RunSettings(Schema):
         if min_clients > self.clients:
             raise invalid_setting("engine.min-clients", min_clients, f"at most {limit}")
         return self
+
+
+def _evaluations(run: RunSettings) -> int:
+    """Return the number of evaluated rounds; the last round is always evaluated."""
+    every, first = run.evaluate_every, max(run.evaluate_from, 1)
+    due = run.rounds // every - (first - 1) // every if first <= run.rounds else 0
+    return due + (run.rounds % every != 0 or first > run.rounds)
+
+
+EFFECTIVE_IF: Mapping[str, tuple[str, Callable[[RunSettings], bool]]] = {
+    "fraction": ("with several clients", lambda run: run.clients > 1),
+    "early-stopping": (
+        "with more evaluations than its value", lambda run: run.early_stopping < _evaluations(run)
+    ),
+    "keep-best": ("with several evaluations", lambda run: _evaluations(run) > 1),
+    "data.partition": ("without 'data.by'", lambda run: not run.data.by),
+    "data.alpha": (
+        "if 'data.partition' is dirichlet, and without 'data.by'",
+        lambda run: run.data.partition == "dirichlet" and not run.data.by,
+    ),
+    "data.shards": (
+        "if 'data.partition' is shards, and without 'data.by'",
+        lambda run: run.data.partition == "shards" and not run.data.by,
+    ),
+    "data.classes-per-client": (
+        "if 'data.partition' is classes, and without 'data.by'",
+        lambda run: run.data.partition == "classes" and not run.data.by,
+    ),
+    **dict.fromkeys(
+        ("data.label-space", "data.subclasses", "data.samples-per-class"),
+        (
+            "if 'data.partition' is superclasses, and without 'data.by'",
+            lambda run: run.data.partition == "superclasses" and not run.data.by,
+        ),
+    ),
+    "data.public-samples": (
+        "with 'data.public-dataset'", lambda run: bool(run.data.public_dataset)
+    ),
+    "data.min-labeled": ("with unlabeled data", lambda run: run.data.labeled_alpha > 0),
+    "training.momentum": (
+        "if 'training.optimizer' is sgd", lambda run: "sgd" in plain(run.training.optimizer)
+    ),
+    "training.milestones": (
+        "if 'training.schedule' is step", lambda run: run.training.schedule == "step"
+    ),
+    "training.decay": (
+        "if 'training.schedule' is step or plateau",
+        lambda run: run.training.schedule in ("step", "plateau"),
+    ),
+    "training.patience": (
+        "if 'training.schedule' is plateau", lambda run: run.training.schedule == "plateau"
+    ),
+    **dict.fromkeys(
+        ("training.semi-threshold", "training.semi-weight"),
+        ("with 'training.semi'", lambda run: run.training.semi != "none"),
+    ),
+    "pace.over-selection": (
+        "if not all clients are sampled ('fraction')", lambda run: run.fraction < 1
+    ),
+    "pace.grace": (
+        "with fewer replies ('pace.min-replies')", lambda run: run.pace.min_replies != 1
+    ),
+    "pace.max-age": ("if replies can be late", lambda run: run.pace.may_be_late),
+    **dict.fromkeys(
+        ("pace.spread", "pace.sample-ms", "pace.mbit"),
+        ("if 'pace.clock' is log-normal", lambda run: run.pace.clock == DRAWN_CLOCK),
+    ),
+    "pace.slowdown": ("with 'pace.stragglers'", lambda run: run.pace.stragglers > 0),
+    **dict.fromkeys(
+        ("attack.scale", "attack.direction"),
+        ("with 'attack.kind'", lambda run: run.attack.kind != "none"),
+    ),
+    "defense.malicious-fraction": (
+        "with a robust 'defense.average'", lambda run: run.defense.average != "mean"
+    ),
+    **dict.fromkeys(
+        ("privacy.delta", "privacy.max-grad-norm", "privacy.class-clip"),
+        ("with 'privacy.epsilon' or 'privacy.noise-multiplier'", lambda run: run.privacy.is_on),
+    ),
+    "wire.keep": ("if 'wire.encoding' is top-k", lambda run: run.wire.encoding == "top-k"),
+}  # fmt: skip
+"""Settings that have no effect in some runs: when they have an effect, as text and as a test.
+
+A run notes each such setting whose value is not the default. Values that contradict another setting
+are errors instead: see the validators of each table, and `fedhet.config.resolve`."""
+
+
+def without_effect(run: RunSettings, *, has_scores: bool) -> list[str]:
+    """Return a message for each changed setting that has no effect in a run.
+
+    `has_scores` tells whether the run can measure any score of a model.
+    """
+    values, fields = run.flat(), RunSettings.fields()
+    unused = {
+        name: when
+        for name, (when, is_effective) in EFFECTIVE_IF.items()
+        if not is_effective(run) and values[name] != plain(fields[name].default)
+    }
+    if not has_scores:
+        selecting = [name for name in ("early-stopping", "keep-best") if values[name]]
+        unused |= dict.fromkeys(selecting, "with scores, which this run does not have")
+    return [
+        f"'{name}' = {json.dumps(values[name])} has no effect: it applies only {when}"
+        for name, when in unused.items()
+    ]
 
 
 PLACE = frozenset({"out", "resume"})

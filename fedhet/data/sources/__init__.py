@@ -15,8 +15,9 @@ from types import MappingProxyType
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, unknown_name
+from fedhet.base.seeding import preserve_global_rng
 from fedhet.data.dataset import Dataset, Source
-from fedhet.data.spec import DataSpec, preserve_global_rng
+from fedhet.data.spec import DataSpec
 from fedhet.data.texts import WORDS, encoder_directory
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from fedhet.base.disk import expanded
+from fedhet.base.disk import decode_text, expanded
 from fedhet.base.errors import DataError, SettingsError, error_reason
 from fedhet.data.dataset import Dataset, Format, Source, Split
 from fedhet.data.folders import Files, read_folder
@@ -35,10 +34,6 @@ from fedhet.tasks import CLASSIFICATION
 
 MAX_NEXT_TOKENS = 4096
 """Maximum vocabulary size if each token is a class, because predictions have a score per class."""
-_MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UTF-16 mark.
-    BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
-    BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
 
 
 def read_texts(location: str, spec: DataSpec) -> Dataset:
@@ -63,18 +58,25 @@ def read_texts(location: str, spec: DataSpec) -> Dataset:
     schema = infer_targets(rows, spec, declared=declared)
 
     def split(table: Table) -> Split:
-        parts = [table.column(name) for name in columns]
-        for name, values in zip(columns, parts, strict=True):
-            if len(parts) == 1 and "" in values.texts:
-                row = values.first_row(values.texts.index(""))
-                raise table.error(name, row, "the text is missing")
-        texts = list(map(" ".join, zip(*(each.rows() for each in parts), strict=True)))
+        texts = joined_texts(table, columns)
         return Split(tokenize(texts, spec, table.path), read_targets(schema, table))
 
     samples = split(rows)
     format = Format.from_samples(samples.x, kind=TEXT, shape=text_sample_shape(spec), schema=schema)
     common = split(read_table(test, spec, texts=columns)) if test else None
     return Dataset(spec.dataset, samples, common, format, **rows.owners())
+
+
+def joined_texts(table: Table, columns: Sequence[str]) -> list[str]:
+    """Return the text of each row, i.e. the texts of several columns joined by spaces.
+
+    Raises DataError if a column or, with a single column, a text is missing.
+    """
+    parts = [table.column(name) for name in columns]
+    for name, values in zip(columns, parts, strict=True):
+        if len(parts) == 1 and "" in values.texts:
+            raise table.error(name, values.first_row(values.texts.index("")), "the text is missing")
+    return list(map(" ".join, zip(*(each.rows() for each in parts), strict=True)))
 
 
 def read_windows(location: str, spec: DataSpec) -> Dataset:
@@ -132,10 +134,9 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
 
 def _decoded(content: bytes, path: Path) -> str:
     """Decode a text. Raises DataError if the encoding is unsupported."""
-    encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
     fault = "null characters"  # UTF-16 without a byte order mark may be valid UTF-8.
     try:
-        if "\0" not in (text := content.decode(encoding)):
+        if "\0" not in (text := decode_text(content)):
             return text
     except UnicodeDecodeError as error:
         fault = error_reason(error)

@@ -1,0 +1,429 @@
+"""Inputs of users that must be right or refused: models, settings, paths, and process state."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from federation import SMALL, small
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+import fedhet
+from fedhet.base.disk import read_toml_tables
+from fedhet.base.errors import DataError, ModelError, StateError
+from fedhet.base.seeding import isolated, seeded
+from fedhet.cli import app
+from fedhet.config.resolve import resolve
+from fedhet.kinds import IMAGE
+from fedhet.learning.devices import CPU
+from fedhet.learning.training import evaluate, logits_of
+from fedhet.models import Refitted
+from fedhet.models.user_model import check_use
+from fedhet.runs.log import Watcher
+from fedhet.settings.run import EFFECTIVE_IF, RunSettings, without_effect
+from fedhet.settings.schema import plain
+
+SHAPE = (1, 4, 4)
+
+
+class Notices(Watcher):
+    """Watcher that keeps the notices of a run."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.texts.append(text)
+
+
+class Shift(nn.Module):
+    """Model that writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.sub_(0.5).flatten(1))
+
+
+class TestModelsThatWriteIntoTheirInput:
+    """A model receives a copy of the stored samples, and a user's model must not change it."""
+
+    @pytest.mark.parametrize("size", [3, 40])
+    def test_evaluation_leaves_the_samples_unchanged(self, size):
+        model, x = Shift(), torch.randn(size, *SHAPE)
+        y, before = torch.randint(3, (size,)), x.clone()
+        first = logits_of(model, x, CPU)
+        score = evaluate(model, x, y, CPU)
+        assert torch.equal(x, before)
+        assert torch.equal(logits_of(model, x, CPU), first)
+        assert score.accuracy == pytest.approx((first.argmax(1) == y).double().mean().item())
+
+    def test_an_estimator_receives_a_copy(self):
+        class Careless:
+            def fit(self, x, y):
+                x -= 1.0
+                y[:] = 0
+
+            def predict(self, x):
+                x[:] = 0.0
+                return np.zeros(len(x), np.int64)
+
+        x, y = torch.randn(8, 5), torch.arange(8) % 2
+        before = x.clone(), y.clone()
+        model = Refitted("careless", Careless, 2, 0)
+        model.fit(x, y)
+        model(x)
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
+
+    @pytest.mark.parametrize(
+        "first",
+        [nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True), nn.Hardtanh(inplace=True), Shift()],
+    )
+    def test_a_model_that_changes_its_input_is_refused(self, first):
+        layers = [first] if isinstance(first, Shift) else [first, nn.Flatten(), nn.Linear(16, 3)]
+        with pytest.raises(ModelError, match=r"'mine': a training step changes the input"):
+            check_use("mine", nn.Sequential(*layers), nn.Sequential(nn.Linear(1, 1)), SHAPE, IMAGE)
+
+    def test_a_model_that_copies_its_input_is_accepted(self):
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU(inplace=True))
+
+        check_use("mine", make(), make(), SHAPE, IMAGE)
+
+
+class TestBatchNorm:
+    """A batch norm that needs two samples is refused before the run."""
+
+    def test_without_running_statistics(self):
+        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16, track_running_stats=False))
+        with pytest.raises(ModelError, match=r"'mine': 1: batch norm without running statistics"):
+            check_use("mine", model, model, SHAPE, IMAGE)
+
+    def test_a_function_that_needs_two_samples(self):
+        class Normalized(nn.Linear):
+            def forward(self, x):
+                return super().forward(
+                    nn.functional.batch_norm(x.flatten(1), None, None, training=True)
+                )
+
+        with pytest.raises(ModelError, match=r"'mine': the prediction of a single sample failed"):
+            check_use("mine", Normalized(16, 3), Normalized(16, 3), SHAPE, IMAGE)
+
+
+class TestSettingsWithoutEffect:
+    """A run notes each changed setting that has no effect."""
+
+    VALUES = {
+        "fraction": 0.5, "early-stopping": 4, "keep-best": True, "data.partition": "iid",
+        "data.alpha": 0.1, "data.shards": 3, "data.classes-per-client": 3,
+        "data.label-space": [2, 3], "data.subclasses": [1, 2], "data.samples-per-class": 9,
+        "data.public-samples": 9, "data.min-labeled": 3, "training.momentum": 0.5,
+        "training.milestones": [1], "training.decay": 0.5, "training.patience": 3,
+        "training.semi-threshold": 0.5, "training.semi-weight": 2.0, "pace.over-selection": 0.5,
+        "pace.grace": 1.0, "pace.max-age": 3, "pace.spread": 2.0, "pace.sample-ms": 2.0,
+        "pace.mbit": 5.0, "pace.slowdown": 2.0, "attack.scale": 2.0, "attack.direction": "run",
+        "defense.malicious-fraction": 0.1, "privacy.delta": 1e-4, "privacy.max-grad-norm": 2.0,
+        "privacy.class-clip": 2.0, "wire.keep": 0.2,
+    }  # fmt: skip
+    EFFECTIVE = {
+        "fraction": {"clients": 4}, "early-stopping": {"rounds": 5}, "keep-best": {"rounds": 2},
+        "data.partition": {"data.by": ""}, "data.alpha": {"data.by": ""},
+        "data.shards": {"data.partition": "shards", "data.by": ""},
+        "data.classes-per-client": {"data.partition": "classes", "data.by": ""},
+        "data.label-space": {"data.partition": "superclasses", "data.by": ""},
+        "data.subclasses": {"data.partition": "superclasses", "data.by": ""},
+        "data.samples-per-class": {"data.partition": "superclasses", "data.by": ""},
+        "data.public-samples": {"data.public-dataset": "digits"},
+        "data.min-labeled": {"data.labeled-alpha": 0.5},
+        "training.momentum": {"training.optimizer": "sgd"},
+        "training.milestones": {"training.schedule": "step"},
+        "training.decay": {"training.schedule": "step"},
+        "training.patience": {"training.schedule": "plateau"},
+        "training.semi-threshold": {"training.semi": "fixmatch"},
+        "training.semi-weight": {"training.semi": "fixmatch"},
+        "pace.over-selection": {"fraction": 0.5, "clients": 4},
+        "pace.grace": {"pace.min-replies": 2},
+        "pace.max-age": {"pace.timeout": "3x"}, "pace.spread": {"pace.clock": "log-normal"},
+        "pace.sample-ms": {"pace.clock": "log-normal"}, "pace.mbit": {"pace.clock": "log-normal"},
+        "pace.slowdown": {"pace.stragglers": 0.5},
+        "attack.scale": {"attack.kind": "paf", "clients": 3},
+        "attack.direction": {"attack.kind": "paf", "clients": 3},
+        "defense.malicious-fraction": {"defense.average": "median"},
+        "privacy.delta": {"privacy.epsilon": 1.0},
+        "privacy.max-grad-norm": {"privacy.epsilon": 1.0},
+        "privacy.class-clip": {"privacy.epsilon": 1.0}, "wire.keep": {"wire.encoding": "top-k"},
+    }  # fmt: skip
+    IDLE = {"clients": 1, "rounds": 1, "data.by": "ward", "data.dataset": "table:x.csv"}
+
+    @staticmethod
+    def noted(values: dict[str, object]) -> list[str]:
+        tables: dict[str, object] = {}
+        for name, value in values.items():
+            table, _, field = name.rpartition(".")
+            (tables.setdefault(table, {}) if table else tables)[field] = value
+        run = RunSettings.model_validate(tables)
+        return [text.split("'")[1] for text in without_effect(run, has_scores=True)]
+
+    def test_every_row_has_an_example(self):
+        assert {*EFFECTIVE_IF} == {*self.VALUES} == {*self.EFFECTIVE} <= {*RunSettings.fields()}
+
+    @pytest.mark.parametrize("name", sorted(EFFECTIVE_IF))
+    def test_a_changed_setting_is_noted_only_if_it_has_no_effect(self, name):
+        value = self.VALUES[name]
+        assert value != plain(RunSettings.fields()[name].default)
+        assert name in self.noted(self.IDLE | {name: value})
+        assert name not in self.noted(self.IDLE | self.EFFECTIVE[name] | {name: value})
+
+    def test_defaults_are_not_noted(self):
+        assert without_effect(RunSettings(), has_scores=False) == []
+
+    def test_selection_without_scores(self):
+        run = RunSettings(**{"early-stopping": 1, "keep-best": True})
+        assert without_effect(run, has_scores=True) == []
+        noted = without_effect(run, has_scores=False)
+        assert [text.split("'")[1] for text in noted] == ["early-stopping", "keep-best"]
+
+
+class TestRunsWithoutScores:
+    """A run that keeps all scores at the clients ends as planned, and says so at its start."""
+
+    @pytest.fixture
+    def wards(self, tmp_path) -> Path:
+        path = tmp_path / "wards.csv"
+        draws = np.random.default_rng(0)
+        rows = [
+            f"{'abc'[i % 3]},{draws.normal():.3f},{draws.normal():.3f},{i // 3 % 2}"
+            for i in range(180)
+        ]
+        path.write_text("\n".join(["ward,x,z,outcome", *rows]))
+        return path
+
+    @pytest.mark.parametrize(
+        "privacy",
+        [
+            {"privacy.epsilon": 8.0, "privacy.delta": 1e-3},
+            {"privacy.secure-aggregation": True},
+            {
+                "privacy.noise-multiplier": 1.0,
+                "privacy.delta": 1e-3,
+                "privacy.secure-aggregation": True,
+            },
+        ],
+    )
+    def test_a_private_run_ends_as_planned(self, wards, tmp_path, privacy):
+        notices = Notices()
+        result = fedhet.run(
+            "fedavg", dataset=f"table:{wards}", clients=3, rounds=2, models="mlp", backend="inline",
+            out=tmp_path / "run", progress=False, watchers=[notices],
+            settings={"data.target": "outcome", "data.by": "ward", "early-stopping": 1, **privacy},
+        )  # fmt: skip
+        assert json.loads((tmp_path / "run/summary.json").read_text())["rounds"] == 2
+        assert np.isnan(result.score)
+        assert any("the run reports no scores" in text for text in notices.texts)
+        assert any("'early-stopping' = 1 has no effect" in text for text in notices.texts)
+
+
+class TestProcessState:
+    """A run neither depends on the state of the process nor changes it."""
+
+    SETTINGS = {k: v for k, v in SMALL.items() if k not in ("clients", "rounds", "models.pool")}
+
+    def accuracy(self, out: Path) -> float:
+        result = fedhet.run(
+            "fedavg", clients=2, rounds=1, models="mlp", progress=False, out=out,
+            settings=self.SETTINGS | {"data.max-samples": 120},
+        )  # fmt: skip
+        predicted = result.predict("client-0", result.test()[0], kind="global")
+        return result.score + float(predicted.probabilities.sum())
+
+    def state(self) -> tuple[object, ...]:
+        return (
+            torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
+            torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision(),
+            torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(),
+            torch.random.get_rng_state().tolist(), random.getstate(),
+            np.random.get_state()[1].tolist(), np.geterr(), list(warnings.filters),
+        )  # fmt: skip
+
+    def test_a_run_in_an_unusual_process(self, tmp_path):
+        expected = self.accuracy(tmp_path / "usual")
+        with isolated(), torch.device("meta"), torch.autocast("cpu"), torch.no_grad():
+            torch.set_default_dtype(torch.float64)
+            torch.set_num_threads(2)
+            torch.set_deterministic_debug_mode("error")
+            warnings.simplefilter("error")
+            with np.errstate(all="raise"):
+                before = self.state()
+                assert self.accuracy(tmp_path / "unusual") == expected
+                assert self.state() == before
+
+    def test_two_runs_at_once(self, tmp_path):
+        expected, results = self.accuracy(tmp_path / "alone"), dict[int, float]()
+
+        def run(number: int) -> None:
+            results[number] = self.accuracy(tmp_path / f"run-{number}")
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {0: expected, 1: expected}
+
+    def test_seeded_user_code_draws_the_same_numbers(self):
+        def draw() -> tuple[float, ...]:
+            with seeded(3, "client-0"):
+                return random.random(), np.random.rand(), torch.rand(()).item()
+
+        first, before = draw(), self.state()
+        random.random(), np.random.rand(), torch.rand(())
+        changed = self.state()
+        assert draw() == first
+        assert self.state() == changed != before
+
+
+class TestPaths:
+    """A path starts in the home directory if it starts with `~`, wherever a user writes it."""
+
+    RUN = ("--backend", "inline", "--clients", "2", "--models", "mlp", "--rounds", "1",
+           "--set", "max-samples=100")  # fmt: skip
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path, monkeypatch) -> Path:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        (tmp_path / "work").mkdir()
+        monkeypatch.chdir(tmp_path / "work")
+        return tmp_path
+
+    def test_out_of_a_run(self, home):
+        (home / "run.toml").write_text('method = "local"\nout = "~/by-config"\n')
+        for options in (
+            ("local", "--out=~/by-flag"),
+            ("--config", "~/run.toml"),
+            ("local", "--set", "out=~/by-set"),
+        ):
+            result = CliRunner().invoke(app, ["run", *options, *self.RUN])
+            assert result.exit_code == 0, result.output
+        made = [
+            (home / name / "summary.json").exists() for name in ("by-flag", "by-config", "by-set")
+        ]
+        assert all(made)
+        assert not any(Path().iterdir())
+        result = fedhet.load("~/by-flag")
+        assert result.summary is not None
+        fedhet.compare(["~/by-flag", "~/by-config"], out="~/compared")
+        result.export("client-0", "~/my model.safetensors")
+        assert (home / "compared").is_dir()
+        assert (home / "my model.safetensors").exists()
+        for command in (["report", "~/by-flag"], ["status", "~/by-set"]):
+            assert CliRunner().invoke(app, command).exit_code == 0
+
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+    def test_a_toml_file_in_the_encodings_of_windows(self, home, encoding):
+        path = home / "run file.toml"
+        path.write_bytes('out = "é"\r\n[data]\r\nby = "ward"\r\n'.encode(encoding))
+        assert read_toml_tables(path) == {"out": "é", "data": {"by": "ward"}}
+
+    def test_a_toml_file_in_another_encoding(self, home):
+        path = home / "run.toml"
+        path.write_bytes('out = "é"'.encode("latin-1"))
+        with pytest.raises(StateError, match=r"run\.toml: not valid utf-8.*Save the file in UTF-8"):
+            read_toml_tables(path)
+
+
+def test_small_settings_have_an_effect():
+    assert without_effect(resolve(small().flat()).run, has_scores=True) == []
+
+
+class TestPredictTheTrainingData:
+    """Every form of data from which a run is trained can be predicted, with one row per sample."""
+
+    @staticmethod
+    def make(form: str, root: Path) -> tuple[str, dict[str, object]]:
+        """Write 24 samples of two classes in a form, and return the dataset and its settings."""
+        root.mkdir()
+        draws, labels = np.random.default_rng(0), np.arange(24) % 2
+        images = draws.integers(0, 255, (24, 8, 8), np.uint8)
+        rows = [f"{draws.normal():.3f},{draws.normal():.3f},{'ab'[k]}" for k in labels]
+        words = [f"{('good', 'bad')[k]} film,number {n},{'ab'[k]}" for n, k in enumerate(labels)]
+        source, _, layout = form.partition("-")
+        names = ("train", "test") if layout == "parts" else ("one", "two")
+        parts = dict(zip(names, (slice(0, 16), slice(16, 24)), strict=True))
+        settings: dict[str, object] = {"data.target": "y"} if source == "table" else {}
+        if form in ("table-one", "text-one", "text-columns"):
+            lines = ["x,z,y", *rows] if source == "table" else ["text,more,label", *words]
+            (root / "all.csv").write_text("\n".join(lines))
+            if form == "text-columns":
+                settings["data.text-column"] = ["text", "more"]
+            return f"{source}:{root}/all.csv", settings
+        if source == "table":
+            for name, part in parts.items():
+                (root / f"{name}.csv").write_text("\n".join(["x,z,y", *rows[part]]))
+        elif source == "npz":
+            if layout == "clients":
+                ends = {
+                    "train/0": (0, 8),
+                    "test/0": (8, 12),
+                    "train/1": (12, 20),
+                    "test/1": (20, 24),
+                }
+                parts = {name: slice(*each) for name, each in ends.items()}
+            for name, part in parts.items():
+                path = root / f"{name}.npz"
+                path.parent.mkdir(exist_ok=True)
+                np.savez(path, x=images[part], y=labels[part])
+        else:
+            for row, label in enumerate(labels):
+                path = root / "ab"[label] / str(row)
+                path.parent.mkdir(exist_ok=True)
+                if source == "text":
+                    path.with_suffix(".txt").write_text(words[row])
+                else:
+                    Image.fromarray(images[row]).save(path.with_suffix(".png"))
+        return f"{source}:{root}", settings
+
+    @pytest.mark.parametrize(
+        "form",
+        ["table-one", "table-parts", "table-clients", "text-one", "text-columns", "text-folder",
+         "imagefolder-folder", "npz-parts", "npz-clients"],
+    )  # fmt: skip
+    def test_form(self, form, tmp_path):
+        dataset, changes = self.make(form, tmp_path / "data")
+        result = fedhet.run(
+            "local", dataset=dataset, clients=2, rounds=1, progress=False, out=tmp_path / "run",
+            models="text-cnn" if form.startswith("text") else "mlp", backend="inline",
+            settings={"data.min-samples": 2, "data.max-tokens": 8, **changes},
+        )  # fmt: skip
+        place = Path(dataset.partition(":")[2])
+        predicted = result.predict("client-0", place)
+        assert len(predicted) == 24
+        command = ["predict", str(tmp_path / "run"), "client-0", str(place), "--csv"]
+        printed = CliRunner().invoke(app, command)
+        assert printed.exit_code == 0, printed.output
+        lines = [line for line in printed.output.splitlines() if line.count(",") >= 3]
+        names, classes, *_ = zip(*(line.split(",") for line in lines[1:]), strict=True)
+        assert list(classes) == predicted.names
+        assert len({*names}) == 24
+
+    def test_tables_with_other_files(self, tmp_path):
+        dataset, changes = self.make("table-one", tmp_path / "data")
+        result = fedhet.run(
+            "local", dataset=dataset, clients=2, rounds=1, progress=False, out=tmp_path / "run",
+            models="mlp", backend="inline", settings={"data.min-samples": 2, **changes},
+        )  # fmt: skip
+        notes, table = tmp_path / "notes.txt", tmp_path / "data/all.csv"
+        notes.write_text("x")
+        for paths in ([notes], [table, notes]):
+            with pytest.raises(DataError, match=r"notes\.txt: expected tables"):
+                result.predict("client-0", paths)
