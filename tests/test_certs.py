@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.deployment import certs
-from fedhet.settings.text import join_host_port, split_host_port
+from fedhet.settings.addresses import join_host_port, split_host_port
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedhet.cli import app
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import gather
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 OPTIONS = [f"--set={k}={as_text(v)}" for k, v in SMALL.items()]
 

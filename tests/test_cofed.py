@@ -16,7 +16,6 @@ from fedhet import models
 from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import (
-    from_flower,
     parse_pairs,
     preset_names,
     read_preset,
@@ -211,7 +210,7 @@ def test_weights_by_name_are_parsed(tmp_path):
     assert config.method_settings.credibility == {"site-a": 2.0, "site-b": 0.5}
     (tmp_path / "mine.toml").write_text(config.to_toml())
     assert resolve(read_toml(tmp_path / "mine.toml")) == config
-    assert hash(resolve(from_flower(to_flower(config.flat())))) == hash(config)
+    assert hash(resolve(to_flower(config.flat()))) == hash(config)
     with pytest.raises(SettingsError, match="client-0"):
         parse_pairs(["cofed.credibility=client-0=1,client-0=2"])
 

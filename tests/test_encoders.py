@@ -108,4 +108,4 @@ def test_invalid_encoder_raises(texts, home, monkeypatch):
 def test_encoder_at_a_site_needs_no_import_permission():
     """The site reads only its own $FEDHET_ENCODERS."""
     taken = permitted({"partition-id": 0}, {"method": "felo", "models.pool": "encoder-2:tiny,mlp"})
-    assert taken["models.pool"] == ("encoder-2:tiny", "mlp")
+    assert taken["models.pool"] == "encoder-2:tiny,mlp"

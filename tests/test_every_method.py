@@ -10,6 +10,7 @@ from federation import Server, client_of, fast, records, run, small, without_tim
 from flwr.common import parameters_to_ndarrays
 from rounds import SPACES, clients, inside_of, instruction_of, same, state_of
 
+from fedhet.kinds import TABLE
 from fedhet.methods.registry import find_method, method_names
 
 
@@ -88,7 +89,8 @@ def test_label_space_limits_gradients_and_predictions(tmp_path, method):
     These classes are never predicted.
     """
     own = {"fedmd.public-epochs": 0} if method == "fedmd" else {}
-    model = find_method(method).spec.models.get("table", "mlp")
+    spec = find_method(method).spec
+    model = spec.pool(TABLE)[0] if spec.client_model else "mlp"
     changes = {"models": model, "max_samples": 0, "keep_optimizer": False, **SPACES, **own}
     server = Server(quick(method, **changes), tmp_path)
     instructions = server.instruct(1)

@@ -233,6 +233,14 @@ class MyClient(HetClient):
         ("Contract((FIELD, FIELD))", "Contract: duplicate field 'steps'"),
         ("declared(kinds=('private'))", "MethodSpec: 'kinds' must be tuple, got 'private'"),
         ("declared(headline='own')", "'headline' must be one of personal, common, got 'own'"),
+        (
+            "declared(client_model='mlp')",
+            "'client_model' must be one of model, large_model, dropout_model, got 'mlp'",
+        ),
+        (
+            "declared(model_settings={'proxy': 'cnn2'})",
+            "'model_settings' must be one of model, large_model, dropout_model, got 'cnn2'",
+        ),
         ("declared(replies=(FIELD,))", "MethodSpec: 'replies' must be Contract, got"),
         (
             "from pydantic import Field\n"

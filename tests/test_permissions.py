@@ -9,7 +9,6 @@ from federation import permitted
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import from_flower
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
 
@@ -79,14 +78,14 @@ def test_site_with_its_own_model_does_not_import_the_pool(evil):
 def test_allowed_modules_are_imported(evil, allowed):
     node = {**PARTITION, "allow-models": allowed}
     taken = permitted(node, {**SHIPPED, "models.pool": "evil_module:f"})
-    assert taken["models.pool"] == ("evil_module:f",)
+    assert taken["models.pool"] == "evil_module:f"
     resolve(taken)
     assert evil.exists()
 
 
 def test_sites_own_model_needs_no_permission():
     taken = permitted({**PARTITION, "model": "evil_module:f"}, SHIPPED)
-    assert taken == from_flower({**SHIPPED, "models.pool": "evil_module:f"})
+    assert taken == {**SHIPPED, "models.pool": "evil_module:f"}
 
 
 @pytest.mark.parametrize(
@@ -125,13 +124,13 @@ def test_server_cannot_make_a_site_read_other_files(setting, value, tmp_path):
 def test_site_reads_its_data_and_allowed_paths(tmp_path, monkeypatch):
     node = {"name": "site-a", "data": f"npz:{tmp_path / 'data'}"}
     run = {**SHIPPED, "data.public-dataset": f"npz:{tmp_path}/data/public"}
-    assert permitted(node, run) == from_flower(run)
+    assert permitted(node, run) == run
     run["data.data-dir"] = str(tmp_path / "more" / "deeper")
     with pytest.raises(SettingsError):
         permitted(node, run)
-    assert permitted({**node, "allow-paths": f"/x, {tmp_path}/more"}, run) == from_flower(run)
+    assert permitted({**node, "allow-paths": f"/x, {tmp_path}/more"}, run) == run
     monkeypatch.setenv("FEDHET_ALLOW_PATHS", str(tmp_path))
-    assert permitted(node, run) == from_flower(run)
+    assert permitted(node, run) == run
 
 
 def test_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
@@ -139,7 +138,7 @@ def test_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
     node = {"name": "site-a", "data": f"npz:{tmp_path}", "allow-paths": f"hf:a/b, {tmp_path}/hub"}
     for place in ("a/b", "a/b@part", f"{tmp_path}/hub@part"):
         run = {**SHIPPED, "data.public-dataset": f"hf:{place}"}
-        assert permitted(node, run) == from_flower(run)
+        assert permitted(node, run) == run
     (tmp_path / "a" / "c").mkdir(parents=True)
     for place in ("a/c", "a", "a/b/c", "b", f"{tmp_path}/../hub"):
         with pytest.raises(SettingsError, match="allow-paths"):
@@ -176,4 +175,4 @@ def test_other_settings_need_no_permission():
         {**SHIPPED, "method": "cofed", "cofed.credibility": "site-a=2,site-b=0.5"},
         {**SHIPPED, "data.superclasses": "0+1,2+3", "data.label-space": "6-8", "rounds": 3},
     ):
-        assert permitted(PARTITION, run) == from_flower(run)
+        assert permitted(PARTITION, run) == run

@@ -26,7 +26,6 @@ from fedhet.client_runtime.app import client_fn, within_limits
 from fedhet.client_runtime.node import NodeSettings, close_clients
 from fedhet.config import secure
 from fedhet.config.resolve import resolve, resolve_flower
-from fedhet.config.sources import from_flower
 from fedhet.data.declaration import Declaration
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import optimization_for
@@ -361,7 +360,7 @@ def transcript(folders, state, rounds=2, /, **run):
     pairs = zip(folders, SITES, strict=True)
     proxies = [SiteProxy(folder, name, run, state) for folder, name in pairs]
     try:
-        config = resolve_flower(from_flower({**run, **patient}))
+        config = resolve_flower({**run, **patient})
         for proxy in proxies:  # Otherwise, the server would wait for a site that refuses the run.
             proxy.call("get_properties", GetPropertiesIns({}), None)
         (state / "server").mkdir(parents=True)

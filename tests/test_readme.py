@@ -17,7 +17,7 @@ import yaml
 from fedhet import report
 from fedhet.cli import main, training
 from fedhet.deployment import local
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

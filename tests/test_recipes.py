@@ -21,8 +21,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE, TABLE, augmentation, changes
 from fedhet.learning.devices import CPU
-from fedhet.learning.schedule import Plateau, rate_factor
-from fedhet.learning.training import CrossEntropy, batches, optimization_for
+from fedhet.learning.training import CrossEntropy, Plateau, batches, optimization_for, rate_factor
 from fedhet.settings.run import TrainingSettings, training_of
 
 
@@ -434,9 +433,10 @@ def test_resumed_run_restores_optimizers_and_plateau(tmp_path, method):
 def test_fedgems_server_keeps_its_optimizer_and_lowers_its_rate(tmp_path, monkeypatch):
     rates = []
 
-    def recorded(parameters, settings, compute):
-        rates.append(settings.lr)
-        return optimization_for(parameters, settings, compute)
+    def recorded(*args):
+        optimizing = optimization_for(*args)
+        rates.append(optimizing.optimizer.param_groups[0]["lr"])
+        return optimizing
 
     monkeypatch.setattr("fedhet.server.learner.optimization_for", recorded)
     config = small(

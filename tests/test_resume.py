@@ -40,7 +40,7 @@ from fedhet.runs.directory import delete_models, read_run_name
 from fedhet.runs.log import RunLog
 from fedhet.runs.storage import Checkpoints, save
 from fedhet.settings.run import RunSettings
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 PYTHON = [sys.executable, "-m", "fedhet"]
 

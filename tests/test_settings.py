@@ -17,7 +17,6 @@ from fedhet.config.resolve import Config, resolve, resolve_flower
 from fedhet.config.sources import (
     all_settings,
     defaults,
-    from_flower,
     parse_pairs,
     preset_names,
     read_layers,
@@ -30,8 +29,15 @@ from fedhet.config.sources import (
 from fedhet.data.spec import DataSpec
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import PLACE, RunSettings, where_it_ran
-from fedhet.settings.schema import MethodSettings, Schema, allowed_values, build, kebab, nest
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import (
+    MethodSettings,
+    Schema,
+    allowed_values,
+    as_text,
+    build,
+    kebab,
+    nest,
+)
 
 
 def refusal(call, *parts):
@@ -164,7 +170,7 @@ def test_resolved_config_resolves_to_itself(tmp_path, method):
     config = resolve({"method": method})
     _comes_back(config, tmp_path / "mine.toml")
     # In Flower's run config, a default value counts as unset, and settings of the method are kept.
-    assert resolve_flower(from_flower({**to_flower(defaults()), "method": method})) == config
+    assert resolve_flower({**to_flower(defaults()), "method": method}) == config
 
 
 @pytest.mark.usefixtures("encoders")
@@ -735,7 +741,7 @@ def test_same_settings_from_every_source(mine, values):
     assert resolve(parse_pairs(f"{k}={as_text(v)}" for k, v in values.items())) == config
     assert resolve(read_toml(mine)) == config
     assert {type(value) for value in flat.values()} <= {bool, int, float, str}
-    assert resolve_flower(from_flower(flat)) == config
+    assert resolve_flower(flat) == config
     for name, value in values.items():
         assert config.flat()[name] == value
 

@@ -15,8 +15,6 @@ from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.client_runtime.app import SiteClient, client_fn, within_limits, without_paths
 from fedhet.client_runtime.node import NodeSettings
 from fedhet.config import resolve as resolving
-from fedhet.config import sources
-from fedhet.config.sources import from_flower
 from fedhet.methods.registry import find_method, shipped_names
 
 SENDS_CLASS_MEANS = [n for n in sorted(shipped_names()) if find_method(n).spec.privacy.vectors]
@@ -30,7 +28,7 @@ PARTITION = {"partition-id": 0, "num-partitions": 4}
 )
 def test_device_address_and_directory_are_no_imports(setting, value):
     run = {**SHIPPED, setting: value}
-    assert permitted(PARTITION, run) == from_flower(run)
+    assert permitted(PARTITION, run) == run
 
 
 @pytest.mark.parametrize("setting", ["data.label-column", "fedtype.proxy", "central.model"])
@@ -58,7 +56,7 @@ def test_settings_beyond_the_limits_of_a_site_raise_one_line(run, limit):
         client_fn(asked(**run))
 
 
-def test_message_reads_and_checks_the_settings_once(tmp_path, monkeypatch):
+def test_message_checks_the_settings_once(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
     counts = Counter()
 
@@ -72,10 +70,10 @@ def test_message_reads_and_checks_the_settings_once(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, call)
 
     counted(NodeSettings, "model_validate")
-    counted(sources, "read_text")  # reads the pool of models
+    counted(resolving, "validate")
     counted(resolving, "complete")
     client_fn(asked(models__pool="mlp,mlp2"))
-    assert counts == {"model_validate": 1, "read_text": 1, "complete": 1}
+    assert counts == {"model_validate": 1, "validate": 1, "complete": 1}
 
 
 def test_run_cannot_set_the_limits_of_a_site(tmp_path, monkeypatch):

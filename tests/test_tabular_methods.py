@@ -13,7 +13,6 @@ from fedhet.config.resolve import check, resolve, resolve_flower
 from fedhet.config.sources import (
     all_settings,
     defaults,
-    from_flower,
     read_preset,
     read_toml,
     to_flower,
@@ -59,7 +58,7 @@ def test_chosen_models_are_in_the_config_and_resolve_to_themselves(name, tmp_pat
     # As Flower's run config has it: every setting is there, at its default.
     everything = {key: info.default for key, info in all_settings().items()}
     listed = {**everything, "method": name, "data.dataset": "breast-cancer"}
-    assert resolve_flower(from_flower(to_flower(listed))) == config
+    assert resolve_flower(to_flower(listed)) == config
 
 
 def test_pool_follows_from_the_method():
@@ -89,9 +88,10 @@ def test_pool_follows_from_the_method():
 
 def test_method_with_one_model_has_one_for_tables():
     spec = find_method("um-pfssl").spec
-    assert replace(spec, models={}).pool(TABLE) == ("mlp",)
-    assert replace(spec, models={}, any_model="loss").pool(TABLE) == ("mlp",)
-    assert replace(spec, one_model=False, models={}).pool(TABLE) == ("mlp", "mlp2", "mlp3")
+    assert replace(spec, client_model="").pool(TABLE) == ("mlp",)
+    assert replace(spec, client_model="", any_model="loss").pool(TABLE) == ("mlp",)
+    assert replace(spec, client_model="large_model").pool(TABLE) == ("mlp3",)
+    assert replace(spec, one_model=False, client_model="").pool(TABLE) == ("mlp", "mlp2", "mlp3")
 
 
 def test_method_models_follow_the_kind_of_data():
@@ -127,7 +127,7 @@ def test_method_model_for_images_raises_for_a_table(method, setting, model):
 
 def test_complete_run_config_keeps_default_models():
     given = {**to_flower(defaults()), "method": "fedtype", "data.dataset": "breast-cancer"}
-    assert resolve_flower(from_flower(given)).method_settings.proxy == "mlp"
+    assert resolve_flower(given).method_settings.proxy == "mlp"
 
 
 @pytest.mark.parametrize(

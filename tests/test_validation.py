@@ -16,7 +16,7 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.cli import app
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import complete, resolve_flower
-from fedhet.config.sources import from_flower, to_flower, validate
+from fedhet.config.sources import to_flower, validate
 from fedhet.data.declaration import Declaration
 from fedhet.data.partition import hold_out_validation
 from fedhet.data.site import site_data
@@ -256,10 +256,7 @@ def test_auto_is_a_tenth_if_scores_select(changes, selects, fraction):
     assert config.run.data.validation_fraction == fraction
     assert config.flat()[FRACTION] == fraction
     assert resolve(config.flat()) == config
-    assert (
-        resolve_flower(from_flower(to_flower(config.flat()))).run.data.validation_fraction
-        == fraction
-    )
+    assert resolve_flower(to_flower(config.flat())).run.data.validation_fraction == fraction
 
 
 # --- the scores

@@ -25,7 +25,7 @@ from fedhet.base.errors import FedhetError, SettingsError, describe_error
 from fedhet.config.sources import FLAGS, all_settings, preset_names
 from fedhet.methods.registry import all_methods
 from fedhet.settings.run import RunSettings
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 PIPED_WIDTH = 140
 """Width of the output in columns if it is not a terminal and COLUMNS is not set."""

@@ -36,7 +36,7 @@ from fedhet.config.sources import (
     validate,
 )
 from fedhet.engines.connection import starting
-from fedhet.settings.text import read_text
+from fedhet.settings.schema import read_text
 
 
 def run_command(

@@ -35,7 +35,7 @@ from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural, time_left
 from fedhet.server.app import run_directory
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 if TYPE_CHECKING:
     from fedhet import report

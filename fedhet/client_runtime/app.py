@@ -42,7 +42,7 @@ from fedhet.client_runtime.node import (
 from fedhet.client_runtime.privacy import redact_errors
 from fedhet.client_runtime.state import MessageClient
 from fedhet.config.resolve import Config, resolve_flower
-from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, checked_settings, is_listed
+from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, check_imports, is_listed
 from fedhet.data.dataset import Location
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import DataSpec
@@ -92,7 +92,7 @@ app = ClientApp(client_fn=client_fn)
 
 
 def permitted(site: NodeSettings, run_config: Mapping[str, object]) -> dict[str, object]:
-    """Read Flower's run config for this site, including the site's model if it has one.
+    """Return the run's settings for this site, including the site's model if it has one.
 
     If the site does not permit the settings, raises SettingsError before anything is imported or
     read. The settings of a run that hides the samples must not name the site's own data, because
@@ -109,9 +109,9 @@ def permitted(site: NodeSettings, run_config: Mapping[str, object]) -> dict[str,
         if name not in ("", site.model) and not is_listed(name, models):
             raise _not_permitted("allow-models", models, f"import {name!r}", setting)
 
-    settings = checked_settings(values, check)
+    check_imports(values, check)
     own = _location(site.data, "node-config 'data'").path if site.data else ""
-    for setting, place in _places(settings):
+    for setting, place in _places(values):
         if place.path and hiding and own:
             path, site_path = _resolved(place.path), _resolved(own)
             if path.is_relative_to(site_path) or site_path.is_relative_to(path):
@@ -129,7 +129,7 @@ def permitted(site: NodeSettings, run_config: Mapping[str, object]) -> dict[str,
             allowed = f"hf:{place.hub}" in listed
         if not allowed:
             raise _not_permitted("allow-paths", paths, f"read {place.path or place.hub!r}", setting)
-    return settings
+    return values
 
 
 def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import Any
 
@@ -25,17 +25,17 @@ from fedhet.client_runtime.state import ClientState
 from fedhet.data.dataset import UNKNOWN, Split
 from fedhet.kinds import KINDS, Kind, Shape, augmentation, check_changeable
 from fedhet.learning.devices import Compute
-from fedhet.learning.schedule import Plateau, scheduled
 from fedhet.learning.training import (
     Augment,
     BatchLoss,
     Optimization,
     Penalty,
+    Plateau,
     TrainOptions,
     all_finite,
     batches,
     evaluating,
-    optimization_for,
+    rate_factor,
 )
 from fedhet.runs.measures import WORK
 from fedhet.settings.run import RunSettings, TrainingSettings
@@ -112,24 +112,23 @@ class LocalTrainer:
                 f"{PLATEAU}.{name}": value for name, value in vars(plateau).items()
             }
 
-    def round_optimization(
-        self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
-    ) -> Optimization:
-        """Create an optimizer with the round's learning rate, and restore its saved state, if any.
+    def rate_factor(self, settings: TrainingSettings) -> float:
+        """Return the round's factor for the learning rate."""
+        return rate_factor(settings, self._round, self._rounds, self._plateau)
+
+    def keep(self, optimizing: Optimization, settings: TrainingSettings) -> None:
+        """Restore the optimizer's saved state, and let `end` save it, if `keep-optimizer` is set.
 
         Only the state for the private model is saved, because other models, such as proxies, are
         replaced in each round.
         """
-        for_round = scheduled(settings, self._round, self._rounds, self._plateau)
-        optimizing = optimization_for(parameters, for_round, self._compute)
-        if settings.keep_optimizer:
-            self._save_optimizer(settings.optimizer)
-            if self._state.metadata.get(OPTIMIZER) == settings.optimizer:
-                optimizing.load_state(
-                    self._state.models["private"], group(self._state.tensors, OPTIMIZER)
-                )
-            self._optimizing = optimizing
-        return optimizing
+        if not settings.keep_optimizer:
+            return
+        self._save_optimizer(settings.optimizer)
+        if self._state.metadata.get(OPTIMIZER) == settings.optimizer:
+            saved = group(self._state.tensors, OPTIMIZER)
+            optimizing.load_state(self._state.models["private"], saved)
+        self._optimizing = optimizing
 
     def options(
         self,

@@ -54,6 +54,7 @@ from fedhet.learning.training import (
     Optimization,
     SupervisedLoss,
     TrainOptions,
+    optimization_for,
     train_epochs,
 )
 from fedhet.methods.spec import ENSEMBLE
@@ -288,9 +289,20 @@ class HetClient(NumPyClient):
         """Return a random generator seeded from the run, the client, the round, and `use`."""
         return torch_generator(self.run.seed, self.info.name, round, use)
 
-    def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
-        """Create an optimizer for `parameters` with the current round's learning rate."""
-        return self.recipe.round_optimization(self.training, chain(*parameters))
+    def optimization(
+        self, *parameters: Iterable[nn.Parameter], settings: TrainingSettings | None = None
+    ) -> Optimization:
+        """Create an optimizer for `parameters` with the current round's learning rate.
+
+        Args:
+            *parameters: Parameters of the trained models.
+            settings: Settings of the optimizer, or None for `training`.
+        """
+        settings = settings or self.training
+        factor = self.recipe.rate_factor(settings)
+        optimizing = optimization_for(chain(*parameters), settings, self.compute, factor)
+        self.recipe.keep(optimizing, settings)
+        return optimizing
 
     def train_epochs(
         self,
@@ -564,7 +576,7 @@ class HetClient(NumPyClient):
         adapted, own = copy.deepcopy(model).train(), self.samples.own
         draw = self.info.name, round, "unseen"
         self.recipe.begin(round)
-        optimizing = self.recipe.round_optimization(self.training, adapted.parameters())
+        optimizing = self.optimization(adapted.parameters())
         options = self.recipe.options(self.training, len(own), True, {"epochs": 1})
         options["generator"] = torch_generator(self.run.seed, *draw)
         with seeded(self.run.seed, *draw, device=self.compute.device):

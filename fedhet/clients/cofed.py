@@ -223,7 +223,7 @@ class GridSearch:
         settings, device = client.training.model_copy(update=update), client.compute.device
         recipe.begin(self.round)
         with seeded(client.run.seed, client.info.name, self.round, "search", device=device):
-            optimizing = recipe.round_optimization(settings, model.parameters())
+            optimizing = client.optimization(model.parameters(), settings=settings)
             train_epochs(
                 data.x,
                 data.y,

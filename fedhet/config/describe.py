@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import Method
 from fedhet.settings.defense import ROBUST
-from fedhet.settings.schema import allowed_values, kebab, plain
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import allowed_values, as_text, kebab, plain
 from fedhet.tasks import LIKELIHOOD, LOSS, TASKS
 from fedhet.wire.contract import Contract
 

@@ -18,7 +18,7 @@ from fedhet.algorithms.rounds import clients_per_round, clients_to_sample, repli
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.base.metrics import METRICS
-from fedhet.config.sources import GivenSettings, validate
+from fedhet.config.sources import CLIENTS, FOLLOW, GivenSettings, validate
 from fedhet.data import sources
 from fedhet.data.dataset import Format
 from fedhet.data.public import DERIVED, GENERATED
@@ -27,10 +27,10 @@ from fedhet.kinds import IMAGE, KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
 from fedhet.privacy.sgd import check_supports_dp
+from fedhet.settings.addresses import AUTO
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, invalid_setting, kebab, nest
-from fedhet.settings.text import AUTO
 from fedhet.tasks import CLASSIFICATION, find_task, task_for
 from fedhet.wire.contract import floating, poisonable
 from fedhet.wire.identity import ClientInfo
@@ -120,8 +120,12 @@ def resolve(values: Mapping[str, object]) -> Config:
     return complete(validate(values))
 
 
-def resolve_flower(values: Mapping[str, object]) -> Config:
-    """Resolve settings from `from_flower`. Defaults count as unset, because no value is missing."""
+def resolve_flower(run_config: Mapping[str, object]) -> Config:
+    """Resolve Flower's run config, which contains the settings of all methods.
+
+    All defaults and `clients = 0` count as unset, because no value is missing.
+    """
+    values = {k: v for k, v in run_config.items() if (k, v) != (CLIENTS, FOLLOW)}
     return complete(replace(validate(values), explicit=frozenset()))
 
 

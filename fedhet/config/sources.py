@@ -34,16 +34,17 @@ from fedhet.settings.schema import (
     A_MODEL,
     MethodSettings,
     Scalar,
+    as_text,
     build,
     flatten,
     invalid_setting,
-    is_assigned,
     plain,
+    read_collection,
+    read_text,
     referent,
     table_of,
     unknown,
 )
-from fedhet.settings.text import as_text, is_collection, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
@@ -100,21 +101,6 @@ def defaults() -> dict[str, object]:
 def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
     """Convert settings to Flower's run config, with lists and mappings as text."""
     return {k: as_text(v) if isinstance(v, list | dict) else v for k, v in values.items()}
-
-
-def from_flower(values: Mapping[str, object]) -> dict[str, object]:
-    """Convert Flower's run config to settings (inverse of `to_flower`).
-
-    Drops `clients = 0`, so that the default applies, and imports the run's method. Raises
-    SettingsError if a setting is unknown or malformed.
-    """
-    values = {k: v for k, v in values.items() if (k, v) != (CLIENTS, FOLLOW)}
-    known = known_settings(values)
-    texts = {k: v for k, v in values.items() if isinstance(v, str) and k in known}
-    return {
-        **values,
-        **{k: read_text(k, known[k], v) for k, v in texts.items() if is_collection(known[k])},
-    }
 
 
 def known_settings(values: Mapping[str, object]) -> dict[str, FieldInfo]:
@@ -284,13 +270,11 @@ def gather(
 # --- code named by settings
 
 
-def checked_settings(
-    values: Mapping[str, object], check: Callable[[str, str], None]
-) -> dict[str, object]:
-    """Convert settings with `from_flower`, and check the code that they import.
+def check_imports(values: Mapping[str, object], check: Callable[[str, str], None]) -> None:
+    """Check the code that settings import.
 
     `check` is called with the name and the module path of every setting that names code, before the
-    code is imported.
+    code is imported. Raises SettingsError if a list is malformed.
     """
     # Import lazily: these modules load PyTorch, which commands without untrusted settings do not
     # need.
@@ -299,18 +283,17 @@ def checked_settings(
 
     if (method := str(values.get(METHOD, ""))) and method not in method_names():
         check(METHOD, method)
-    settings = from_flower(values)  # This imports an external method.
-    known = known_settings(settings)
-    for setting, value in settings.items():
+    known = known_settings(values)  # This imports an external method.
+    for setting, value in values.items():
         kind = referent(known[setting]) if setting in known else ""
         if kind == A_DATASET:
             source, _, place = str(value).partition(":")
             if source in SOURCES and SOURCES[source].imports:
                 check(setting, place)
         elif kind in ("", A_MODEL):  # Text in other settings might name a model.
-            for name in filter(is_user_model, _texts(value)):
+            read = read_collection(setting, known[setting], value) if setting in known else value
+            for name in filter(is_user_model, _texts(read)):
                 check(setting, name)
-    return settings
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -344,7 +327,7 @@ def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None
                 f"{TRUST_VARIABLE}={module}."
             )
 
-    checked_settings(values, check)
+    check_imports(values, check)
 
 
 # --- validation
@@ -372,15 +355,10 @@ def validate(values: Mapping[str, object]) -> GivenSettings:
         raise invalid_setting("method", method_name, "string")
     method = find_method(method_name)
     method_fields, run_fields = method.settings(), RunSettings.fields()
-    fields = run_fields | method_fields
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
     foreign: dict[str, object] = {}
     for name, value in values.items():
-        info = fields.get(name)
-        # In Python and TOML, a list may also be given as text, such as "cnn2,mlp".
-        if isinstance(value, str) and info is not None and is_collection(info):
-            value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
         if name in method_fields:
             own[name.partition(".")[2]] = value
         else:
@@ -391,7 +369,8 @@ def validate(values: Mapping[str, object]) -> GivenSettings:
             is_abbreviated = any(full.endswith(f".{name}") for full in run_fields)
             raise unknown(name, run_fields if is_abbreviated else known)
         is_bool = known[name].annotation is bool
-        if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
+        read = plain(read_collection(name, known[name], value))
+        if read != plain(known[name].default) or isinstance(value, bool) != is_bool:
             raise SettingsError(
                 f"setting '{name}': unsupported by method '{method.name}', got {value!r}"
             )

@@ -35,7 +35,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedhet.base.disk import check_secret, read_file
 from fedhet.base.errors import FedhetError, SettingsError, StateError, error_reason, safe_repr
 from fedhet.runs.units import plural
-from fedhet.settings.text import read_host
+from fedhet.settings.addresses import read_host
 from fedhet.wire.identity import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

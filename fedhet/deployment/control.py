@@ -34,8 +34,8 @@ from fedhet.base.errors import FedhetError, error_reason
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate, sign_app
 from fedhet.runs.units import message_of
+from fedhet.settings.addresses import join_host_port, split_host_port
 from fedhet.settings.schema import nest
-from fedhet.settings.text import join_host_port, split_host_port
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

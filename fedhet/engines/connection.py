@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from fedhet.base.errors import FedhetError, error_reason, error_text
-from fedhet.settings.text import AUTO, split_host_port
+from fedhet.settings.addresses import AUTO, split_host_port
 
 TUNABLES = "GLIBC_TUNABLES"
 KEEPING_PAGES = ":".join(

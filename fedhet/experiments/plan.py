@@ -34,8 +34,7 @@ from fedhet.report.run import Run, load_run
 from fedhet.runs.measures import tail_start
 from fedhet.runs.records import EVALUATED
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import is_machine, plain
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text, is_machine, plain
 
 FILES = resources.files("fedhet.experiments") / "tables"
 Values = dict[str, object]

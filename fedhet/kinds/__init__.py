@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ PADDING = 0
 Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
 """Function that takes samples [N, ...] and a random generator, and returns augmented samples."""
+DefaultModel = Literal["model", "large_model", "dropout_model"]
+"""Attribute of a `Kind` with the name of a default model."""
 Generate = Callable[[Array, Sequence[int], int, np.random.Generator], Array]
 """Function that takes samples [N, ...], the number of features per table column, the number M of
 samples to generate, and a random generator, and returns samples [M, ...]."""
@@ -96,6 +98,8 @@ class Kind:
     large_model: str
     """Default for a method's model that is larger than the client models, such as a server
     model."""
+    dropout_model: str
+    """Default model for methods that need a model with dropout."""
     is_numeric: bool = True
     """Whether samples are numbers, not tokens. Models without a declared kind need numbers."""
     describe: Callable[[Shape], str] = lambda shape: f"shape {list(shape)}"
@@ -146,6 +150,7 @@ IMAGE = Kind(
     pool=("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10"),
     model="cnn2",
     large_model="gems-resnet56",
+    dropout_model="cnn2-dropout",
     side=lambda shape: min(shape[1:]),
     minimum=" of side {} or more",
     augmentations=("crop", "flip", "crop-flip", "randaugment"),
@@ -163,6 +168,7 @@ SIGNAL = Kind(
     pool=("signal-cnn2", "signal-cnn3", "signal-gru", "signal-resnet", "mlp"),
     model="signal-cnn2",
     large_model="signal-resnet",
+    dropout_model="signal-cnn2-dropout",
     side=lambda shape: shape[1],
     minimum=" of {} steps or more",
     checked=signals,
@@ -192,6 +198,7 @@ TABLE = Kind(
     pool=("mlp", "mlp2", "mlp3"),
     model="mlp",
     large_model="mlp3",
+    dropout_model="mlp-dropout",
     generated=permuted_columns,
 )
 
@@ -222,6 +229,7 @@ TEXT = Kind(
     pool=("text-bag", "text-cnn", "text-gru", "text-lstm", "text-transformer"),
     model="text-cnn",
     large_model="text-transformer",
+    dropout_model="text-cnn-dropout",
     is_numeric=False,
     describe=lambda shape: f"texts of up to {shape[1]} tokens with ids below {shape[2]}",
     sizes=lambda shape: shape[1:],

@@ -1,7 +1,8 @@
 """Training loop, loss modules, and evaluation. All methods train with `train_epochs`.
 
-Data is stored in tensors and indexed directly, without a DataLoader. Losses are summed on the
-device and read once per epoch.
+The learning rate is multiplied by a factor for each round (`rate_factor`). Data is stored in
+tensors and indexed directly, without a DataLoader. Losses are summed on the device and read once
+per epoch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +32,10 @@ Penalty = Callable[[], Tensor | float]
 """Function that returns a penalty on the weights alone: a scalar with gradient, or 0.0."""
 Augment = Callable[[Tensor], Tensor]
 """Function that randomly augments images [N, C, H, W] or tokens [N, L]."""
+MILESTONES = (0.5, 0.75)
+"""Default milestones, as fractions of the rounds (He et al., Deep Residual Learning, 2016)."""
+MIN_CHANGE = 1e-4
+"""Minimum relative decrease that counts as an improvement (the default of ReduceLROnPlateau)."""
 
 
 class SupervisedLoss(nn.Module):
@@ -185,9 +191,15 @@ class Optimization:
 
 
 def optimization_for(
-    parameters: Iterable[Tensor], settings: TrainingSettings, compute: Compute
+    parameters: Iterable[Tensor],
+    settings: TrainingSettings,
+    compute: Compute,
+    factor: float = 1.0,
 ) -> Optimization:
-    """Create the optimizer configured in `settings` for `parameters`."""
+    """Create the optimizer configured in `settings` for `parameters`.
+
+    `factor` is the round's factor for the learning rate, as returned by `rate_factor`.
+    """
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": Adam,
         "adamw": AdamW,
@@ -195,12 +207,62 @@ def optimization_for(
     }
     is_fused = compute.device.type in ("cpu", "cuda")
     optimizer = kinds[settings.optimizer](
-        parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=is_fused
+        parameters, lr=settings.lr * factor, weight_decay=settings.weight_decay, fused=is_fused
     )
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
     return Optimization(optimizer, scaler, settings.clip)
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """State of a ReduceLROnPlateau schedule.
+
+    Attributes:
+        best: Lowest value so far.
+        waited: Number of rounds since the last improvement.
+        factor: Current factor for the learning rate.
+    """
+
+    best: float = math.inf
+    waited: int = 0
+    factor: float = 1.0
+
+    def after(self, value: float, *, patience: int, decay: float) -> Plateau:
+        """Return the state after a round with the given loss or error."""
+        if value < self.best * (1 - MIN_CHANGE):
+            return Plateau(value, 0, self.factor)
+        if self.waited < patience:
+            return Plateau(self.best, self.waited + 1, self.factor)
+        return Plateau(self.best, 0, self.factor * decay)
+
+
+NO_PLATEAU = Plateau()
+
+
+def rate_factor(
+    settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
+) -> float:
+    """Return the factor, in (0, 1], for the learning rate in `round` (counted from 1).
+
+    Except with the schedule `plateau`, the factor depends only on the round number, and not on how
+    often a client was sampled. The formulas are the same as in torch.optim.lr_scheduler, with
+    rounds instead of epochs.
+    """
+    warm_up = settings.warm_up_rounds
+    factor = min(1.0, round / (warm_up + 1))  # The factor is linear during the warm-up, then 1.
+    # The factor is 1 in the first round after the warm-up and near 0 at the end.
+    if settings.schedule == "cosine":
+        angle = math.pi * max(0, round - warm_up - 1) / max(1, rounds - warm_up)
+        factor *= (1 + math.cos(angle)) / 2
+    elif settings.schedule == "step":
+        ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
+        # Count the milestones that have passed.
+        factor *= settings.decay ** bisect_left(ends, round)
+    elif settings.schedule == "plateau":
+        factor *= plateau.factor
+    return factor
 
 
 def batches(

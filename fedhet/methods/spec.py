@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import SettingsError
-from fedhet.kinds import Kind
+from fedhet.kinds import DefaultModel, Kind
 from fedhet.settings.defense import Average
 from fedhet.settings.run import DataSettings, TrainingSettings
 from fedhet.settings.schema import MethodSettings, build
@@ -223,15 +223,15 @@ class MethodSpec:
     """Whether all clients must have the same architecture."""
     submodels: bool = False
     """Whether the clients train submodels of the only architecture in the pool."""
-    models: Mapping[str, str] = field(default_factory=dict)
-    """Default client model by kind of data; kinds of data without an entry use their default
-    pool."""
+    client_model: DefaultModel | Literal[""] = ""
+    """Default model of all clients, as an attribute of the data kind: its `model`, `large_model`,
+    or `dropout_model`. "" stands for the kind's default pool or, with `one_model`, its `model`."""
     check_model: Callable[[Any, ClientInfo], None] = accept_model
     """Called with the method's settings and a client. Raises SettingsError if the method cannot use
     the client's model."""
-    model_settings: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)
+    model_settings: Mapping[str, DefaultModel] = field(default_factory=dict)
     """Fields of the method's settings that name a model. The value selects the default model of the
-    data kind: its `model` or its `large_model`."""
+    data kind: its `model`, `large_model`, or `dropout_model`."""
     any_model: str = ""
     """Property that a task must have so that clients may have models without gradients, as in
     `needs_task`; "" if no task permits them. Only `fit_private` trains such models."""
@@ -274,7 +274,7 @@ class MethodSpec:
     def __post_init__(self) -> None:
         """Check the fields. Raises TypeError or ValueError if a field is invalid."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
-        require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
+        require(self, metrics=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection, sums=Sums, claims_for=str)
         require(self, deployed=Mapping, paper_model=str, ensemble=tuple)
         require(self, needs_task=str, only_tasks=str, any_model=str)
@@ -291,8 +291,14 @@ class MethodSpec:
         for name in ("sizes", "check_model"):
             if not callable(value := getattr(self, name)):
                 raise TypeError(f"MethodSpec: '{name}' must be a function, got {value!r}")
-        for name, choices in (("headline", get_args(Protocol)), ("late", get_args(Late))):
-            if (value := getattr(self, name)) not in choices:
+        models = [("client_model", self.client_model or "model")]
+        models += [("model_settings", value) for value in self.model_settings.values()]
+        for name, value, choices in (
+            ("headline", self.headline, get_args(Protocol)),
+            ("late", self.late, get_args(Late)),
+            *((*each, get_args(DefaultModel)) for each in models),
+        ):
+            if value not in choices:
                 raise ValueError(
                     f"MethodSpec: '{name}' must be one of {', '.join(choices)}, got {value!r}"
                 )
@@ -355,8 +361,8 @@ class MethodSpec:
         All methods whose clients can train different models have the same default pool, so that
         runs with default settings differ only in their methods.
         """
-        if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
-            return (one,)
+        if self.client_model or self.one_model:
+            return (getattr(kind, self.client_model or "model"),)
         return kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms import Divergence, RelationKind
+from fedhet.kinds import KINDS
 from fedhet.methods.spec import MethodSpec, Protection, Sums, model_shapes
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, invalid_setting
@@ -67,7 +68,7 @@ def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
 
     model = models.build(client.model, client.shape, client.classes, seed=0, kind=client.kind)
     if not has_dropout(model):
-        expected = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
+        expected = f"a model with dropout, such as {KINDS[client.kind].dropout_model}"
         raise invalid_setting("models.pool", client.model, expected)
 
 
@@ -84,12 +85,7 @@ SPEC = MethodSpec(
     semi=False,
     one_model=True,
     check_model=check_dropout,
-    models={
-        "image": "cnn2-dropout",
-        "table": "mlp-dropout",
-        "text": "text-cnn-dropout",
-        "signal": "signal-cnn2-dropout",
-    },
+    client_model="dropout_model",
     large_messages=True,
     defenses=CHOOSING,
     instructions=Contract(

@@ -32,7 +32,7 @@ from fedhet.report.run import TEST_SETS, Run, load_run, where
 from fedhet.runs.records import KINDS, NAN
 from fedhet.runs.units import path_text, percent, plural, position, score
 from fedhet.settings.run import where_it_ran
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 MAX_NAMED = 4
 """Maximum number of different models, seeds, or splits that a note names."""

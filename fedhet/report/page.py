@@ -41,7 +41,7 @@ from fedhet.runs.units import (
     shown_path,
     spans,
 )
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 MAX_SPARKLINES = 24
 """Maximum number of method metrics with a sparkline."""

@@ -25,7 +25,7 @@ from fedhet.report.style import WIDTH, Drawing
 from fedhet.report.tables import Blocks, Cell, Cells, markdown
 from fedhet.runs.records import COMMON, VALIDATION
 from fedhet.runs.units import human_number, path_text, plural, plus_minus, printable
-from fedhet.settings.text import as_text
+from fedhet.settings.schema import as_text
 
 TAIL = ", tail"
 """Suffix in the names of quantities that are means over the last fifth of the rounds."""

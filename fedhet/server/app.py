@@ -15,7 +15,7 @@ from rich.console import Console
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError, describe_error
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
-from fedhet.config.sources import CLIENTS, FOLLOW, from_flower
+from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data.store import RunData
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher, trackers_of
@@ -127,7 +127,7 @@ class Reported(Watcher):
 
 def server_fn(context: Context) -> ServerAppComponents:
     """Return the components of a run started with `flwr run`."""
-    config = resolve_flower(from_flower(context.run_config))
+    config = resolve_flower(context.run_config)
     check_deployable(config)
     console, directory = console_for(), run_directory(config)
     watchers = [line_display(console), round_lines(console), Reported(directory, console)]

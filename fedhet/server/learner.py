@@ -15,12 +15,13 @@ from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.base.transfer import all_to_device
 from fedhet.learning.devices import compute_for
-from fedhet.learning.schedule import Plateau, scheduled
 from fedhet.learning.training import (
     BatchLoss,
+    Plateau,
     all_finite,
     logits_of,
     optimization_for,
+    rate_factor,
     train_epochs,
 )
 from fedhet.models import HetModel, load_weights, to_arrays, to_host_arrays
@@ -81,8 +82,8 @@ class Learner:
         """
         before = copy.deepcopy(self.model.state_dict())
         training, seed = self.run.training.first(), self.run.seed
-        for_round = scheduled(training, round, self.run.rounds, self.plateau)
-        optimizing = optimization_for(self.model.parameters(), for_round, self.compute)
+        factor = rate_factor(training, round, self.run.rounds, self.plateau)
+        optimizing = optimization_for(self.model.parameters(), training, self.compute, factor)
         optimizing.load_state(self.model, self._optimizer_state)
         self.model.train()
         with seeded(seed, SERVER, round, device=self.compute.device):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from fedhet.settings.addresses import RayAddress
 from fedhet.settings.schema import (
     A_DEVICE,
     Count,
@@ -24,7 +25,6 @@ from fedhet.settings.schema import (
     invalid_setting,
     machine_field,
 )
-from fedhet.settings.text import RayAddress
 
 
 class ComputeSettings(Schema):

@@ -4,15 +4,21 @@ A setting has one full name in kebab case, such as `training.lr`. The command li
 Flower's run config all use this name. The modules `run` and `engine` declare the tables that every
 run has; a method declares its table as a subclass of `MethodSettings`. Lists are stored as tuples,
 so that a table can be hashed.
+
+Flower's run config supports only strings, numbers and booleans, so lists and mappings may also be
+given as text: `cnn2,mlp` (list), `a+b,c+d` (list of lists), `6-8` (range), `site-a=2` (mapping). In
+a list, `cnn2*3` repeats an item three times. TOML syntax for lists is also supported.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
@@ -22,7 +28,9 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     WrapValidator,
+    field_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -34,6 +42,12 @@ S = TypeVar("S", bound="Schema")
 TECHNICAL_BOUND = 1_000_000
 """Minimum value of upper bounds that serve only to keep numbers finite; brief descriptions omit
 these bounds."""
+MAX_REPEATS = 1000
+"""Maximum number of times that `VALUE*N` repeats a value in a list."""
+SEPARATORS = ",+"
+"""Separators between the items in a list, and between the items in a nested list."""
+_UNQUOTED = re.compile(r"[^\s,+*=\[\]'\"]([^,+*=\[\]'\"]*[^\s,+*=\[\]'\"])?")
+"""Pattern for items that need no quotes in a list."""
 RANGE = "integer >= 1, or a range such as [6, 8]"
 A_MODEL, A_METHOD, A_DATASET = "model", "method", "dataset"
 A_DIRECTORY, A_DEVICE, AN_ADDRESS = "directory", "device", "address"
@@ -55,6 +69,11 @@ class Schema(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, alias_generator=kebab, populate_by_name=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_collections(cls, value: object, info: ValidationInfo) -> object:
+        return _read_collection(cls.model_fields[str(info.field_name)], value)
 
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
@@ -320,6 +339,133 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         default = None if first["type"] == "missing" else first["input"]
         shown = repr(plain(values.get(name, default)))[:200]
         raise SettingsError(f"setting '{prefix}{name}': {fault}, got {shown}") from None
+
+
+# --- text of settings
+
+
+def read_text(name: str, info: FieldInfo | None, text: str) -> object:
+    """Parse the text of a setting on the command line according to its type.
+
+    Text that does not match the type is returned unchanged, and `build` rejects it later. The text
+    of an unknown setting (`info` is None) is only unquoted. Raises SettingsError if a list or a
+    mapping is malformed.
+    """
+    if info is None:
+        return _unquote(text)
+    value = read_collection(name, info, text)
+    return _parse_value(info.annotation, text, SEPARATORS) if value is text else value
+
+
+def read_collection(name: str, info: FieldInfo, value: object) -> object:
+    """Parse a list or a mapping that is given as text, as `Schema` does for each of its settings.
+
+    Other values are returned unchanged. Raises SettingsError if the text is malformed.
+    """
+    try:
+        return _read_collection(info, value)
+    except ValueError as error:
+        raise SettingsError(f"setting '{name}': {error}, got {str(value)[:200]!r}") from None
+
+
+def _read_collection(info: FieldInfo, value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if is_assigned(info):  # Text without a comma is a single value.
+        parts = (info.annotation, ...)
+        return _read_list(parts, value, SEPARATORS) if "," in value else value
+    kinds = [info.annotation, *get_args(info.annotation)]
+    origins = {get_origin(_without_rules(kind)) for kind in kinds}
+    is_text = origins.isdisjoint({tuple, dict})
+    return value if is_text else _parse_value(info.annotation, value, SEPARATORS)
+
+
+def as_text(value: object) -> str:
+    """Format a setting's value as text such as true, 0.5 or a,b (inverse of `read_text`)."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={as_text(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        nested = [each if isinstance(each, list | tuple) else [each] for each in value]
+        texts = [[as_text(each) for each in inner] for inner in nested]
+        if all(_UNQUOTED.fullmatch(text) for inner in texts for text in inner):
+            return ",".join("+".join(inner) for inner in texts)
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def _parse_value(kind: Any, text: str, separators: str) -> Any:
+    kind = _without_rules(kind)
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is str or origin is Literal:
+        return _unquote(text)
+    if origin in (Union, UnionType):  # The text is a keyword such as auto, or has another type.
+        kinds = [_without_rules(part) for part in parts]
+        keywords = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
+        types = [each for each in kinds if each is not str and get_origin(each) is not Literal]
+        word = _unquote(text)
+        return word if word in keywords or not types else _parse_value(types[0], text, separators)
+    if origin is tuple:
+        return _read_list(parts, text, separators)
+    if origin is dict and "=" in text:
+        mapping: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = map(str.strip, part.partition("="))
+            if name in mapping:
+                raise ValueError(f"duplicate name '{name}', expected unique names")
+            mapping[name] = _parse_value(parts[1], value, "")
+        return mapping
+    return text if origin is dict else _toml(text)
+
+
+def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
+    """Parse a list, where `cnn2*3` means three times `cnn2`, or the endpoints of a range."""
+    if text.startswith("["):
+        return _toml(text)
+    if parts[-1] is not Ellipsis:  # The text is a range.
+        return tuple(_toml(end.strip()) for end in re.split("[-,]", text))
+    items = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
+    if _without_rules(parts[0]) is str:
+        if len(items) > 1 and "" in items:
+            raise ValueError("empty name in the list, expected names separated by single commas")
+        items = list(filter(None, items))
+    values = []
+    for item in items:
+        value, sign, repeats = item, "", ""
+        if separators == SEPARATORS:
+            value, sign, repeats = map(str.strip, item.partition("*"))
+        if sign and not (value and repeats.isdecimal() and 1 <= int(repeats[:5]) <= MAX_REPEATS):
+            raise ValueError(
+                f"invalid list item '{item}', expected VALUE or VALUE*N with N from 1 to "
+                f"{MAX_REPEATS}"
+            )
+        values += [_parse_value(parts[0], value, separators[1:])] * (int(repeats) if sign else 1)
+    return tuple(values)
+
+
+def _without_rules(kind: Any) -> Any:
+    """Return the type inside `Annotated`, or `kind` itself if it is not annotated."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _unquote(text: str) -> str:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return text[1:-1] if quoted and text[0] not in text[1:-1] else text
+
+
+def _toml(text: str) -> Any:
+    """Parse a TOML value, or return `text` unchanged if it is not valid TOML."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+# --- errors
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
