@@ -1,5 +1,6 @@
 """Models for texts, signals, and tables against slow models, and every method on them."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -9,9 +10,10 @@ from federation import Server, fast, records
 from torch.nn import functional as F
 
 from fedhet import models
+from fedhet.algorithms.uncertainty import has_dropout
 from fedhet.base.errors import KnowledgeError, ModelError, SettingsError
 from fedhet.config.resolve import check, resolve
-from fedhet.kinds import SIGNAL, TEXT, text_shape
+from fedhet.kinds import KINDS, SIGNAL, TEXT, text_shape
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import MODELS
 from fedhet.wire.identity import ClientInfo, read_properties
@@ -166,6 +168,34 @@ def test_kind_is_sent_for_every_shape():
     assert read_properties(signal.properties(), "node").kind == "signal"
     with pytest.raises(KnowledgeError, match=r"6,3 .*table"):
         read_properties({**signal.properties(), "kind": "table"}, "node")
+
+
+# Default models.
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_default_models_of_a_kind_support_its_samples(kind):
+    defaults = {*kind.pool, kind.model, kind.large_model, kind.dropout_model}
+    for name in sorted(defaults):
+        made = models.build(name, kind.example, 3, seed=0, kind=kind.name)
+        assert made.eval()(kind.blank(2, kind.example)).shape == (2, 3), name
+        if name == kind.dropout_model:
+            assert has_dropout(made)
+
+
+def test_new_kind_needs_no_change_in_a_method():
+    """A method takes its default models from the kind, even if fedhet does not know the kind."""
+    volume = replace(
+        SIGNAL, name="volume", plural="volumes", fits=lambda shape: len(shape) == 4,
+        pool=("small", "other"), model="small", large_model="large", dropout_model="dropped",
+    )  # fmt: skip
+    pools = {name: find_method(name).spec.pool(volume) for name in method_names()}
+    assert pools["um-pfssl"] == ("dropped",)
+    assert pools["heterofl"] == pools["fedlora"] == pools["fedavg"] == ("small",)
+    assert pools["felo"] == pools["local"] == ("small", "other")
+    assert {*pools.values()} == {("dropped",), ("small",), ("small", "other")}
+    named = [find_method(name).spec.defaults(volume) for name in method_names()]
+    assert {model for each in named for model in each.values()} == {"small", "large"}
 
 
 # Every method on texts and on signals.

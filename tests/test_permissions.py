@@ -53,6 +53,7 @@ def test_unreadable_pool_raises_at_a_site(evil):
         {"models__pool": "mlp, evil_module:f"},
         {"models__pool": "mlp,evil_module:f*3"},
         {"models__pool": "evil_module:f * 3"},
+        {"models__pool": '["mlp", "evil_module:f"]'},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f x"},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f:g"},
         {"method": "fedtype", "fedtype__proxy": "evil_module:f*x"},

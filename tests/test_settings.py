@@ -28,7 +28,13 @@ from fedhet.config.sources import (
 )
 from fedhet.data.spec import DataSpec
 from fedhet.methods.registry import find_method, method_names
-from fedhet.settings.run import PLACE, RunSettings, where_it_ran
+from fedhet.settings.run import (
+    PLACE,
+    DataSettings,
+    RunSettings,
+    TrainingSettings,
+    where_it_ran,
+)
 from fedhet.settings.schema import (
     MethodSettings,
     Schema,
@@ -105,6 +111,37 @@ def test_settings_are_frozen(table, name):
     run = resolve({}).run
     with pytest.raises(ValidationError, match="frozen"):
         setattr(getattr(run, table) if table else run, name, 3)
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "text", "value"),
+    [
+        (TrainingSettings, "lr", "0.1, 0.01", (0.1, 0.01)),
+        (TrainingSettings, "local-epochs", "1*2,3", (1, 1, 3)),
+        (TrainingSettings, "milestones", "3,7", (3, 7)),
+        (DataSettings, "label-space", "6-8", (6, 8)),
+        (DataSettings, "superclasses", "a+b,c", (("a", "b"), ("c",))),
+        (DataSettings, "superclasses", "cifar100", "cifar100"),
+        (DataSettings, "exclude", '["a,b", "c"]', ("a,b", "c")),
+        (DataSettings, "target", "a,b", "a,b"),  # not a list
+        (TrainingSettings, "optimizer", "adam", "adam"),
+    ],
+)
+def test_table_reads_a_list_from_text(table, setting, text, value):
+    """Flower's run config stores lists as text, and every table reads this text itself."""
+    for made in (table(**{setting: text}), build(table, {setting: text})):
+        assert getattr(made, setting.replace("-", "_")) == value
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [("training.lr", "0.1,x"), ("training.lr", "0.1"), ("models.pool", "mlp*x"),
+     ("models.pool", "mlp,,cnn2"), ("data.label-space", "8-6"), ("cofed.credibility", "a=1,a=2")],
+)  # fmt: skip
+def test_error_about_a_list_shows_the_given_text(setting, text):
+    refusal(lambda: resolve_flower({"method": "cofed", setting: text}), f"'{setting}'", repr(text))
+    if setting.startswith("cofed"):  # a setting of another method
+        refusal(lambda: resolve_flower({"method": "local", setting: text}), setting, repr(text))
 
 
 # --- tables ---------------------------------------------------------------------------------
