@@ -69,6 +69,14 @@ def test_server_cannot_make_a_site_import_a_module(evil, asked):
     assert not evil.exists()
 
 
+def test_allowed_model_permits_no_other_model_in_the_pool(evil):
+    with pytest.raises(SettingsError, match="import 'evil_module:f'"):
+        client_fn(
+            context({**PARTITION, "allow-models": "json"}, models__pool="json:f,evil_module:f")
+        )
+    assert not evil.exists()
+
+
 def test_site_with_its_own_model_does_not_import_the_pool(evil):
     client = client_fn(context({**PARTITION, "model": "mlp"}, models__pool="cnn2,evil_module:f"))
     assert client is not None
