@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from flwr.common import (
 )
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
-from flwr.server.server import fit_clients
 
 from fedhet.algorithms.uncertainty import (
     CANDIDATE,
@@ -50,7 +50,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.models import shapes
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import peak_memory_mb
-from fedhet.server.calls import NOTHING
+from fedhet.server.calls import RoundResults
 from fedhet.server.federation import MethodStrategy
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
@@ -147,14 +147,14 @@ class Pool:
         ]
         for stub in self.stubs:
             self.manager.register(stub)
-        self.flower.initialize_parameters(self.manager)
+        self.flower.begin(self.manager)
 
     def play(self, round: int) -> dict[str, int]:
-        """Execute one round like Flower; return its traffic and the number of called clients."""
-        asked = self.flower.configure_fit(round, NOTHING, self.manager)
-        results, failures = fit_clients(asked, self.config.run.clients, None, 0)
-        assert not failures, failures
-        self.flower.aggregate_fit(round, results, failures)
+        """Execute one round; return its traffic and the number of called clients."""
+        asked = self.flower.configure_fit(round, self.manager)
+        with ThreadPoolExecutor(self.config.run.clients) as pool:
+            outcomes = pool.map(lambda call: call[0].send(call[1], None, round), asked)
+            self.flower.aggregate_fit(round, RoundResults([*outcomes]))
         record = self.flower.state.record
         assert not record.failed, record.failed
         return {"up": record.bytes_up, "down": record.bytes_down, "asked": len(asked)}

@@ -23,7 +23,7 @@ from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
-from fedhet.server.calls import NOTHING
+from fedhet.server.calls import RoundResults
 from fedhet.server.federation import MethodStrategy
 
 SETTINGS = {
@@ -44,14 +44,14 @@ def federation(config: Config, folder: Path) -> tuple[Callable[[], None], list[N
         place = {"partition-id": k, "num-partitions": config.run.clients}
         nodes.append(read_node(place, config.run, str(folder / "state"), strategy.method.data))
         manager.register(InlineProxy(config, nodes[-1]))
-    strategy.initialize_parameters(manager)
+    strategy.begin(manager)
     numbers = iter(range(1, 1000))
 
     def play() -> None:
         number = next(numbers)
-        asked = strategy.configure_fit(number, NOTHING, manager)
-        answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
-        strategy.aggregate_fit(number, answers, [])
+        asked = strategy.configure_fit(number, manager)
+        outcomes = [proxy.send(ins, None, number) for proxy, ins in asked]
+        strategy.aggregate_fit(number, RoundResults(outcomes))
 
     return play, nodes
 

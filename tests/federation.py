@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flwr.common import FitIns, FitRes
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
@@ -24,8 +24,8 @@ from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
+from fedhet.server.calls import NOTHING, CallOutcome, NamedProxy, RoundResults
 from fedhet.server.federation import MethodStrategy
-from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import build, kebab
 from fedhet.strategies.base import HetStrategy
@@ -148,7 +148,7 @@ def without_times(summary: dict) -> dict:
 class Server:
     """A server and its clients, which a test drives round by round.
 
-    `flower` is Flower's strategy, and `strategy` the method that it calls.
+    `flower` is the server's side of the run, and `strategy` the method that it calls.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Server:
         self.manager = SimpleClientManager()
         for proxy in self._simulated(config, directory, clients) if proxies is None else proxies:
             self.manager.register(proxy)
-        self.flower.initialize_parameters(self.manager)
+        self.flower.begin(self.manager)
 
     def _simulated(
         self, config: Config, directory: Path, clients: int | None
@@ -177,31 +177,31 @@ class Server:
             node = read_node(node_config, config.run, str(directory / "state"), self.strategy.data)
             yield simulation.InlineProxy(config, node)
 
-    def instruct(self, round: int) -> list[tuple[object, FitIns]]:
+    def instruct(self, round: int) -> list[tuple[NamedProxy, FitIns]]:
         """Return the instructions of a round."""
-        return self.flower.configure_fit(round, None, self.manager)
+        return self.flower.configure_fit(round, self.manager)
 
     def close(self, round: int) -> None:
         """End a round, and let the sampled clients evaluate."""
-        instructions = self.flower.configure_evaluate(round, None, self.manager)
-        if instructions:
-            results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in instructions]
-            self.flower.aggregate_evaluate(round, results, [])
+        if instructions := self.flower.configure_evaluate(round):
+            outcomes = [proxy.send(ins, None, round) for proxy, ins in instructions]
+            self.flower.aggregate_evaluate(outcomes)
 
     def play(self, round: int):
         """Run a round without its evaluation; return the instructions and the replies."""
         instructions = self.instruct(round)
         replies = self.train(instructions)
-        self.flower.aggregate_fit(round, replies, [])
+        self.aggregate(round, replies)
         return instructions, replies
 
-    def train(self, instructions) -> list[tuple[object, FitRes]]:
-        """Let every client train. A reply on disk can still be read after the round."""
-        replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in instructions]
-        for _, result in replies:
-            if isinstance(stored := result.parameters, SpooledPayload):
-                stored.tensors = stored.read_parameters().tensors
-        return replies
+    def train(self, instructions) -> list[tuple[NamedProxy, FitRes]]:
+        """Let every client train, and return the replies in Flower's format."""
+        return [(proxy, proxy.request(ins, None, 0)) for proxy, ins in instructions]
+
+    def aggregate(self, round: int, replies: Iterable[tuple[NamedProxy, FitRes]]) -> None:
+        """Let replies arrive at the server, and aggregate them."""
+        outcomes = [arrived(proxy, result, round) for proxy, result in replies]
+        self.flower.aggregate_fit(round, RoundResults(outcomes))
 
 
 def weighed_by_samples(data: RunData, *, peers_of=simulation.peers_of):
@@ -211,6 +211,14 @@ def weighed_by_samples(data: RunData, *, peers_of=simulation.peers_of):
     weights = {client_name(k, clients): len(data.split_rows(k)[0]) for k in range(clients)}
     sites = tuple(replace(peer, weight=weights[peer.name]) for peer in peers.peers)
     return replace(peers, peers=sites), keys
+
+
+def arrived(proxy: NamedProxy, result: FitRes | EvaluateRes, round: int) -> CallOutcome:
+    """Return the outcome of a call for which the client returns `result`."""
+    ins = FitIns(NOTHING, {}) if isinstance(result, FitRes) else EvaluateIns(NOTHING, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proxy, "request", lambda *_: result)
+        return proxy.send(ins, None, round)
 
 
 def client_of(proxy) -> HetClient:

@@ -142,7 +142,7 @@ def assert_only_rows_per_class(
         assert reply.tensors["classes"].tolist() == present
         assert reply.tensors[field].shape == (len(present), width)
         assert not reply.scalars
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     sent = instruction_of(server.instruct(2)[0])
     assert set(sent.tensors) == {"classes", field}
     assert not sent.scalars

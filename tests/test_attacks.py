@@ -379,7 +379,7 @@ def test_attack_uses_the_selected_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(Attack, "poison", watched)
     for number in (1, 2):
         instructions = server.instruct(number)
-        server.flower.aggregate_fit(number, server.train(instructions), [])
+        server.aggregate(number, server.train(instructions))
         instruction = decode(parameters_to_ndarrays(instructions[0][1].parameters), "x")[1]
         expected = np.flatnonzero(np.unpackbits(instruction.tensors["wanted"]))
         victims, rows = seen[-1]
@@ -440,7 +440,7 @@ def test_poison_that_violates_the_contract_is_dropped(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
         with np.errstate(over="ignore"):
-            server.flower.aggregate_fit(1, replies, [])
+            server.aggregate(1, replies)
     failed = server.flower.state.record.failed
     assert list(failed.values()) == ["logits: contains NaN or infinity"]
     assert len(server.flower.state.record.answered) == 3

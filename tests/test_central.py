@@ -151,7 +151,7 @@ def test_only_the_trainer_is_sampled_with_an_empty_instruction(tmp_path):
         assert not instructions[0][1].config["evaluate"]
         assert not instruction_of(instructions[0]).tensors
         assert not instruction_of(instructions[0]).scalars
-        server.flower.aggregate_fit(round, server.train(instructions), [])
+        server.aggregate(round, server.train(instructions))
         server.close(round)
 
 
@@ -177,7 +177,7 @@ def test_model_of_the_trainer_is_evaluated(tmp_path):
     server = Server(federation(), tmp_path)
     _, replies = server.play(1)
     trained = reply_of(replies[0][1]).group("weights")
-    instructions = server.flower.configure_evaluate(1, None, server.manager)
+    instructions = server.flower.configure_evaluate(1)
     assert len(instructions) == 3
     assert all(
         np.array_equal(v, trained[n])
@@ -202,7 +202,7 @@ def test_label_space_of_its_own(tmp_path):
     ((_, result),) = server.train(instructions)
     moved = np.abs(reply_of(result).tensors["weights/classifier.weight"] - start.numpy()).sum(1)
     assert [k for k in range(4) if moved[k] > 0] == everyone
-    server.flower.aggregate_fit(1, [(instructions[0][0], result)], [])
+    server.aggregate(1, [(instructions[0][0], result)])
     instruction = server.strategy.eval_instruction(1, client.info)
     for other in clients_of(server).values():
         logits = other.eval_models(instruction)["global"](other.client_samples.own.x[:4])

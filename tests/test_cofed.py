@@ -150,7 +150,7 @@ def test_invalid_vote_is_dropped(tmp_path, tensors, fault):
     good = {"predictions": GOOD, "space": uint8(0, 1)}
     replies = [(instructions[0][0], reply(server, instructions[0][0], tensors))]
     replies += [(proxy, reply(server, proxy, good)) for proxy, _ in instructions[1:]]
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     server.close(1)
     record = records(tmp_path / "run")[0]
     assert list(record["failed"]) == [instructions[0][0].name]
@@ -304,9 +304,7 @@ def test_abstention_raises_unless_enabled(tmp_path, margin, said_, fault):
     instructions = server.instruct(1)
     server.asked = {proxy.name: ins.parameters for proxy, ins in instructions}
     vote = {"predictions": GOOD + np.uint8(said_), "space": uint8(0)}
-    server.flower.aggregate_fit(
-        1, [(instructions[0][0], reply(server, instructions[0][0], vote))], []
-    )
+    server.aggregate(1, [(instructions[0][0], reply(server, instructions[0][0], vote))])
     assert fault in server.flower.state.record.failed[instructions[0][0].name]
 
 
@@ -432,7 +430,7 @@ def test_first_round_is_local_training(tmp_path):
 def test_late_client_trains_locally_first(tmp_path):
     server = Server(cofed(), tmp_path / "run")
     instructions = server.instruct(1)
-    server.flower.aggregate_fit(1, server.train(instructions[1:]), [])
+    server.aggregate(1, server.train(instructions[1:]))
     server.close(1)
     late = instructions[0][0].name
     told = {each[0].name: instruction_of(each) for each in server.instruct(2)}
@@ -525,7 +523,7 @@ def test_metrics_of_a_rejected_client_are_ignored(tmp_path):
         return accept(round, reply.with_knowledge(Knowledge()) if odd else reply)
 
     server.strategy.accept = without_vote
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     state = server.flower.state
     assert state.record.failed == {"client-1": "predictions: missing"}
     assert state.scores.is_outdated("client-1")

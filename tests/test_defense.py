@@ -503,13 +503,13 @@ def test_without_an_outlier_the_filter_returns_the_mean_with_equal_weights(tmp_p
 
 def watch_replies(server, watch):
     """Call `watch` with each decoded reply; a result other than None replaces the reply."""
-    decode_all = server.flower._codec.decode_all
+    replies = server.flower._codec.replies
 
-    def decoded(*args):
-        for reply in decode_all(*args):
+    def watched(*args):
+        for reply in replies(*args):
             yield watch(reply) or reply
 
-    server.flower._codec.decode_all = decoded
+    server.flower._codec.replies = watched
 
 
 def claiming(reply):

@@ -207,7 +207,7 @@ def test_averages_are_of_the_changes_not_of_the_factors(tmp_path, average):
         replies = server.train(server.instruct(1))
         if flip:
             replies[1] = replies[1][0], altered(replies[1][1], negated)
-        server.flower.aggregate_fit(1, replies, [])
+        server.aggregate(1, replies)
         assert not server.flower.state.record.failed
         results.append(server.strategy.averaged["weights"])
     for name, value in results[0].items():
@@ -234,7 +234,7 @@ def test_outlier_check_compares_products(tmp_path):
     server = Server(config, tmp_path)
     replies = server.train(server.instruct(1))
     replies[1] = replies[1][0], altered(replies[1][1], scaled)
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     failed = server.flower.state.record.failed
     assert list(failed) == [replies[1][0].name]
     assert "update: its root mean square is" in failed[replies[1][0].name]

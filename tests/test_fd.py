@@ -310,7 +310,7 @@ def test_robust_average_returns_distributions(tmp_path, average):
         tensors["probabilities"] = np.roll(one_hot(*tensors["classes"]), 1, 1).astype(np.float32)
 
     malicious = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in replies]
-    server.flower.aggregate_fit(1, malicious, [])
+    server.aggregate(1, malicious)
     honest = {p.name: reply_of(r).tensors for p, r in replies if p.name != "client-1"}
     sent = server.strategy.instruct(2, server.strategy.members["client-0"].info).tensors
     np.testing.assert_allclose(sent["probabilities"].sum(1), 1, rtol=1e-5)

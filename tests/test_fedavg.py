@@ -83,7 +83,7 @@ def test_server_averages_by_samples(tmp_path, method):
     assert len(replies) == 3
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
     assert len(set(samples.values())) > 1
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     after = instruction_of(server.instruct(2)[0]).tensors
     for name, value in after.items():
         parts = [(reply_of(r).tensors[name].astype(float), samples[c.name]) for c, r in replies]
@@ -99,7 +99,7 @@ def test_pfedme_server_keeps_a_fraction_of_its_model(tmp_path, beta):
     instructions = server.instruct(1)
     before, replies = instruction_of(instructions[0]).tensors, server.train(instructions)
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     total = sum(samples.values())
     for name, value in instruction_of(server.instruct(2)[0]).tensors.items():
         mean = sum(reply_of(r).tensors[name] * (samples[c.name] / total) for c, r in replies)

@@ -106,7 +106,7 @@ def test_without_distillation_each_architecture_has_its_average(tmp_path):
     results, replies = one_round(server)
     slow = Slow(server, replies)
     assert len({samples for _, samples, _ in slow.clients}) > 1
-    server.flower.aggregate_fit(1, results, [])
+    server.aggregate(1, results)
     assert server.strategy.models.keys() == {"mlp", "cnn2"}
     for name, average in slow.averages().items():
         for key, value in server.strategy.models[name].items():
@@ -122,7 +122,7 @@ def test_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam, lr
     chosen = {"feddf.epochs": 3, "feddf.batch-size": 10_000, "feddf.lr": lr}
     server = Server(federation(clients=3, **chosen), tmp_path)
     results, replies = one_round(server)
-    server.flower.aggregate_fit(1, results, [])
+    server.aggregate(1, results)
     slow = Slow(server, replies)
     for name, average in slow.averages().items():
         students = slow.students(name, average, 3, lr, steady_adam)
@@ -158,7 +158,7 @@ def test_replies_are_not_kept_and_models_not_shared(tmp_path):
     results, _ = one_round(server)
     kept, accept = [], server.strategy.accept
     server.strategy.accept = lambda *a: kept.append(accept(*a)) or kept[-1]
-    server.flower.aggregate_fit(1, results, [])
+    server.aggregate(1, results)
     assert len(kept) == 4
     assert not any(reply.knowledge.tensors for reply in kept)
     models = copy.deepcopy(server.strategy.models)
@@ -167,7 +167,7 @@ def test_replies_are_not_kept_and_models_not_shared(tmp_path):
         assert same(instruction_of((name, _)).group("weights"), models[name._proxy._node.model])
     results = server.train(instructions)
     server.strategy.aggregate = lambda round, replies: {}
-    server.flower.aggregate_fit(2, results, [])
+    server.aggregate(2, results)
     assert all(same(models[name], server.strategy.models[name]) for name in models)
 
 
@@ -199,7 +199,7 @@ def test_model_with_invalid_logits_is_dropped(tmp_path):
             replies = [(proxy, altered(result, spoil)), *others]
         else:
             replies = replies[1:]
-        server.flower.aggregate_fit(1, replies, [])
+        server.aggregate(1, replies)
         found.append(server.strategy.models)
         failed = server.flower.state.record.failed
         assert list(failed) == ["client-0"]
@@ -212,7 +212,7 @@ def test_architecture_without_a_reply_keeps_its_model(tmp_path):
     server.play(1)
     before = copy.deepcopy(server.strategy.models)
     replies = [a for a in server.train(server.instruct(2)) if a[0]._proxy._node.model == "mlp"]
-    server.flower.aggregate_fit(2, replies, [])
+    server.aggregate(2, replies)
     assert same(server.strategy.models["cnn2"], before["cnn2"])
     assert not same(server.strategy.models["mlp"], before["mlp"])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rounds
 import torch
-from federation import Server, client_info, client_of, records, run, small
+from federation import Server, arrived, client_info, client_of, records, run, small
 from rounds import altered, instruction_of, reply_of, same
 from torch import nn
 
@@ -237,7 +237,7 @@ def test_server_equals_the_paper(tmp_path, changes, parts):
         replies = server.train(instructed)
         given = [reply_of(result).tensors["logits"] for _, result in replies]
         results = {i: [logits[k] for logits in given] for k, i in enumerate(expected)}
-        server.flower.aggregate_fit(number, replies, [])
+        server.aggregate(number, replies)
         counts = paper.learn(number, results)
         figures = server.flower.state.record.method
         assert [figures["s1"], figures["s2"], figures["s3"]] == counts
@@ -390,7 +390,7 @@ def test_diverging_reply_costs_one_round(tmp_path):
     for number in (1, 2, 3, 4):
         before = all_of(server)
         replies = server.train(server.instruct(number))
-        server.flower.aggregate_fit(number, lie(replies) if number == 2 else replies, [])
+        server.aggregate(number, lie(replies) if number == 2 else replies)
         diverged.append(server.flower.state.record.method.get("diverged", 0))
         after = all_of(server)
         assert same(before, after) == (number == 2)
@@ -405,7 +405,7 @@ def test_diverging_reply_costs_one_round(tmp_path):
 
 def test_outlier_check_drops_the_diverging_reply(tmp_path):
     server = Server(unstable(rounds=2), tmp_path / "run")
-    server.flower.aggregate_fit(1, lie(server.train(server.instruct(1))), [])
+    server.aggregate(1, lie(server.train(server.instruct(1))))
     assert server.flower.state.record.failed.keys() == {"client-1"}
     assert "diverged" not in server.flower.state.record.method
 
@@ -446,7 +446,7 @@ def test_only_consecutive_divergence_ends_the_run(tmp_path):
     )
     for number in range(1, 6):
         replies = server.train(server.instruct(number))
-        server.flower.aggregate_fit(number, lie(replies) if number in (2, 4) else replies, [])
+        server.aggregate(number, lie(replies) if number in (2, 4) else replies)
         assert server.flower.state.rollback.divergences == (number in (2, 4))
         text = server.flower.state.to_json()
     state = server.flower.state
@@ -506,7 +506,7 @@ def test_only_changed_logits_are_sent_and_absent_clients_catch_up(tmp_path):
             had[proxy.name] = number
             if number > 1:
                 np.testing.assert_array_equal(client_of(proxy).state.tensors["logits"], logits)
-        server.flower.aggregate_fit(number, replies, [])
+        server.aggregate(number, replies)
     assert {(True, 1), (True, 2)} <= seen, "some were away for a round"
 
 
@@ -516,7 +516,7 @@ def test_silent_client_receives_all_logits_again(tmp_path):
     server.play(1)
     server.play(2)
     replies = server.train(server.instruct(3))
-    server.flower.aggregate_fit(3, replies[1:], [])
+    server.aggregate(3, replies[1:])
     whole = ["changed" not in instruction_of(each).tensors for each in server.instruct(4)]
     names = [proxy.name for proxy, _ in replies]
     assert whole == [name == names[0] for name in names]
@@ -612,7 +612,7 @@ def test_reply_with_other_rows_is_dropped(tmp_path):
     server = Server(fedgems(), tmp_path / "run")
     replies = server.train(server.instruct(1))
     server.strategy.wanted[:] = True
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     assert len(server.flower.state.record.failed) == 4
     assert "with Q = 60" in server.flower.state.record.failed["client-0"]
 
@@ -699,7 +699,8 @@ def test_restored_server_continues_bit_for_bit(tmp_path):
         assert same(instruction_of(one).tensors, instruction_of(two).tensors)
     results = server.train(instructions)
     strategy = server.strategy
-    replies = list(server.flower._codec.decode_all(results, [], strategy.members))
+    outcomes = [arrived(proxy, result, 3) for proxy, result in results]
+    replies = list(server.flower._codec.replies(outcomes, strategy.members))
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
     assert same(server.strategy.state_dict(), other.strategy.state_dict())
 

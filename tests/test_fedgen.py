@@ -357,7 +357,7 @@ def test_class_counts_are_limited_by_samples(tmp_path):
     accepted = []
     monkeyed = server.strategy._counts
     server.strategy._counts = lambda replies: accepted.append(monkeyed(replies)) or accepted[-1]
-    server.flower.aggregate_fit(1, results, [])
+    server.aggregate(1, results)
     assert accepted[0][0].sum() <= server.strategy.members[name].info.samples
     assert accepted[0][0].sum() == pytest.approx(samples, abs=10)
 

@@ -209,7 +209,7 @@ def test_server_round_does_not_change_edge_models(tmp_path):
     replies = server.train(instructions)
     before = {proxy.name: state_of(client_of(proxy).network) for proxy, _ in instructions}
     model = state_of(server.strategy.learner.model)
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     assert not same(model, state_of(server.strategy.learner.model))
     assert all(same(before[p.name], state_of(client_of(p).network)) for p, _ in instructions)
 
@@ -298,7 +298,7 @@ def test_too_many_rows_drop_one_client(tmp_path):
     member = server.strategy.members["client-1"]
     claimed = SimpleNamespace(**{**vars(member.info), "samples": member.info.samples - 1})
     server.strategy.members["client-1"] = type(member)(claimed, member.proxy)
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     assert "expected 2 to" in server.flower.state.record.failed["client-1"]
     assert set(server.strategy.logits) == {"client-0", "client-2"}
 

@@ -199,7 +199,7 @@ def test_two_rounds_equal_algorithm_1(tmp_path, learned):
 def check_the_servers_part(server, replies, before):
     """Lines 13 to 22: the mean of the changes, weighted by samples, is cut again and added."""
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in replies}
-    server.flower.aggregate_fit(2, replies, [])
+    server.aggregate(2, replies)
     told = instruction_of(server.instruct(3)[0])
     total = sum(samples.values())
     assert told.scalars == {"base": 2}
@@ -244,7 +244,7 @@ def test_client_that_missed_a_round_receives_the_full_mentee(tmp_path):
     server = Server(fedkd(rounds=5, min_clients=2), tmp_path)
     learn(server, 1)
     instructions = server.instruct(2)
-    server.flower.aggregate_fit(2, server.train(instructions)[1:], [])
+    server.aggregate(2, server.train(instructions)[1:])
     fields = {
         instructions[0].name: instruction_of(instructions).scalars.keys()
         for instructions in server.instruct(3)
@@ -260,12 +260,12 @@ def test_client_with_lost_state_receives_the_full_mentee(tmp_path):
     for file in client.state.folder.iterdir():
         file.unlink()
     replies = server.train(instructions)
-    server.flower.aggregate_fit(2, replies, [])
+    server.aggregate(2, replies)
     failed = server.flower.state.record.failed
     assert list(failed) == ["client-1"]
     assert "expected an update of the mentee of round none, got round 1" in failed["client-1"]
     replies = server.train(server.instruct(3))
-    server.flower.aggregate_fit(3, replies, [])
+    server.aggregate(3, replies)
     assert not server.flower.state.record.failed
 
 

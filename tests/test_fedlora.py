@@ -112,7 +112,7 @@ def test_round_equals_the_papers(tmp_path, rule):
         bs = [value for name, value in weights.items() if name.endswith("lora_B.weight")]
         assert {b.shape[1] for b in bs} == {rank}
     results = server.train(instructions)
-    server.flower.aggregate_fit(2, results, [])
+    server.aggregate(2, results)
     order = sorted(results, key=lambda each: each[0].name)
     replies = [reply_of(result).group("weights") for _, result in order]
     samples = [strategy.members[proxy.name].info.samples for proxy, _ in order]
@@ -170,7 +170,7 @@ def test_rank_level_without_clients_is_unchanged(tmp_path):
     server.play(1)
     before = dict(server.strategy.weights)
     instructions = sorted(server.instruct(2), key=lambda each: each[0].name)[:2]  # ranks 2 and 4
-    server.flower.aggregate_fit(2, server.train(instructions), [])
+    server.aggregate(2, server.train(instructions))
     for name, value in server.strategy.weights.items():
         if name.endswith("lora_A.weight"):
             assert np.array_equal(value[4:], before[name][4:])
@@ -258,7 +258,7 @@ def test_replies_of_a_wrong_rank_or_magnitude_are_dropped(tmp_path):
     for index, change in enumerate((smaller, huge, ragged)):
         proxy, result = replies[index]
         replies[index] = proxy, altered(result, change)
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     text = str(server.flower.state.record)
     for words in ("expected adapters of rank 2, got 1", "magnitude bound", "expected float32"):
         assert words in text, text

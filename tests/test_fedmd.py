@@ -115,7 +115,7 @@ def test_rounds_of_a_client_equal_the_algorithm(tmp_path, method, loss):
             found = reply_of(result).tensors[FIELD[method]]
             np.testing.assert_allclose(found, scores, rtol=2e-3, atol=1e-5)
             start[proxy.name] = copy.deepcopy(client.network)
-        server.flower.aggregate_fit(number, replies, [])
+        server.aggregate(number, replies)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -154,8 +154,8 @@ def test_no_byte_of_the_private_model_is_in_any_payload(tmp_path):
         replies = server.train(instructions)
         payloads += [b"".join(ins.parameters.tensors) for _, ins in instructions]
         payloads += [b"".join(result.parameters.tensors) for _, result in replies]
-        server.flower.aggregate_fit(number, replies, [])
-        judging = server.flower.configure_evaluate(number, None, server.manager)
+        server.aggregate(number, replies)
+        judging = server.flower.configure_evaluate(number)
         payloads += [b"".join(ins.parameters.tensors) for _, ins in judging]
         for client in clients(server).values():
             for name, tensor in client.models["private"].state_dict().items():
@@ -194,7 +194,7 @@ def test_three_kinds_of_accuracy(tmp_path):
 def test_last_global_model_is_the_last_aggregate(tmp_path):
     server = Server(fedtype(rounds=1), tmp_path / "run")
     expected = mean_of(server, learn(server, 1), "proxy")
-    instructions = server.flower.configure_evaluate(1, None, server.manager)
+    instructions = server.flower.configure_evaluate(1)
     assert len(instructions) == 3
     for name, tensor in instruction_of(instructions[0]).group("proxy").items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5)

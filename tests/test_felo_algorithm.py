@@ -237,8 +237,8 @@ def test_unsampled_clients_evaluate_averages_in_the_last_round(tmp_path):
     instructions = server.instruct(1)
     (sampled,) = (proxy.name for proxy, _ in instructions)
     replies = server.train(instructions)
-    server.flower.aggregate_fit(1, replies, [])
-    told = server.flower.configure_evaluate(1, None, server.manager)
+    server.aggregate(1, replies)
+    told = server.flower.configure_evaluate(1)
     of = {name: member.info.model for name, member in server.strategy.members.items()}
     alike = {name for name in of if of[name] == of[sampled]}
     assert len(alike) == 2
@@ -248,8 +248,7 @@ def test_unsampled_clients_evaluate_averages_in_the_last_round(tmp_path):
         assert set(received) == (set(expected) if proxy.name in alike else set())
         for name, tensor in received.items():
             np.testing.assert_allclose(tensor, expected[name], rtol=1e-5, atol=1e-6)
-    results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in told]
-    server.flower.aggregate_evaluate(1, results, [])
+    server.flower.aggregate_evaluate([proxy.send(ins, None, 1) for proxy, ins in told])
     (record,) = records(tmp_path / "run")
     assert set(record["accuracy"]["common"]["global"]["per_client"]) == alike
 
@@ -261,7 +260,7 @@ def test_unshared_weights_are_not_evaluated(tmp_path, method):
     server.play(1)
     server.close(1)
     server.play(2)
-    assert not server.flower.configure_evaluate(2, None, server.manager)
+    assert not server.flower.configure_evaluate(2)
     for record in records(tmp_path / "run"):
         assert all(set(kinds) == {"private"} for kinds in record["accuracy"].values())
 

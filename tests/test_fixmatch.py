@@ -247,7 +247,7 @@ def test_pseudo_labels_stay_in_the_label_space(tmp_path):
     for proxy, _ in instructions:
         client = client_of(proxy)
         before = client.build_model().state_dict()["classifier.weight"]
-        proxy.fit(instructions[0][1], None, 1)
+        proxy.request(instructions[0][1], None, 1)
         moved = (client.network.state_dict()["classifier.weight"] - before).abs().sum(1) > 0
         assert moved.nonzero().flatten().tolist() == client.space.tolist()
 

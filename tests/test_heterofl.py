@@ -180,7 +180,7 @@ def test_clients_receive_their_part_and_overlaps_are_averaged(tmp_path, weightin
         assert labels.tolist() == sorted({*client.y.tolist()})
         count = client.info.samples if weighting == "samples" else 1
         models.append(SubModel(reply_of(result).group("weights"), count, labels))
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     wanted = slowly(before, models)
     for name, value in server.strategy.weights.items():
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7)
@@ -243,7 +243,7 @@ def test_replies_of_another_width_are_dropped(tmp_path):
         (proxy, altered(result, change))
         for (proxy, result), change in zip(results, changes, strict=True)
     ]
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     failed = server.flower.state.record.failed
     assert failed.keys() == {"client-1", "client-2", "client-3"}
     assert "expected float32" in failed["client-1"]

@@ -7,17 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from flwr.common import ndarrays_to_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.base.errors import KnowledgeError
 from fedhet.runs.measures import Measured
+from fedhet.server.calls import CallOutcome
 from fedhet.server.reply import Reply, ReplySpool, magnitudes_of, medians
 from fedhet.server.steps import clip, magnitude_errors, magnitude_ratios
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
-from fedhet.wire.knowledge import Envelope, Knowledge, encode
+from fedhet.wire.knowledge import Envelope, Knowledge
 
 ENVELOPE = Envelope("run-1", "felo", 1, "a")
 
@@ -58,14 +57,11 @@ def test_infinite_norms_are_outliers():
         assert magnitudes_of(huge)["features"] > 1e30
 
 
-def test_payload_is_measured_as_decoded(tmp_path):
+def test_spooled_reply_is_measured_before_it_is_written(tmp_path):
     said = reply(np.random.default_rng(1))
-    payload = ndarrays_to_parameters(encode(ENVELOPE, said))
-    spool = ReplySpool(tmp_path, 10**6, Contract((WeightsField("weights", "w"),)))
-    assert spool.put("a", payload).open()[2] == magnitudes_of(said)
-    payload.tensors[1] = b"garbage"
-    with pytest.raises(KnowledgeError):
-        spool.put("a", payload).open()
+    spool = ReplySpool(tmp_path, Contract((WeightsField("weights", "w"),)))
+    spooled = spool.put(CallOutcome("a", 1, said))
+    assert spooled.magnitudes == magnitudes_of(said) == magnitudes_of(spooled.knowledge)
 
 
 @pytest.mark.parametrize(

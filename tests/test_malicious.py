@@ -19,10 +19,11 @@ from fedhet.engines import simulate as simulation
 from fedhet.engines.simulate import InlineProxy
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.storage import Checkpoints, ClientStore
+from fedhet.server.calls import CallOutcome
 from fedhet.server.reply import ReplySpool
 from fedhet.wire import contract
 from fedhet.wire.contract import Contract
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.knowledge import Knowledge, decode, encode
 
 UNSAFE = "client-1"
 
@@ -355,8 +356,8 @@ def _usual_umask():
 
 @pytest.mark.usefixtures("_usual_umask")
 def test_replies_on_disk_are_private_to_the_owner(tmp_path):
-    message = encode(Envelope("run", "felo", 1, "a"), Knowledge({"w": np.ones(3)}))
-    ReplySpool(tmp_path / "inbox", 10**6, Contract()).put("a", ndarrays_to_parameters(message))
+    outcome = CallOutcome("a", 1, Knowledge({"w": np.ones(3)}))
+    ReplySpool(tmp_path / "inbox", Contract()).put(outcome)
     assert stat.S_IMODE((tmp_path / "inbox").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "inbox" / "a").stat().st_mode) == 0o600
 

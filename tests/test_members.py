@@ -16,6 +16,7 @@ from fedhet.client_runtime.node import open_client, read_node
 from fedhet.engines import simulate as simulation
 from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
+from fedhet.server.calls import RoundResults
 from fedhet.server.federation import MethodStrategy
 from fedhet.server.members import Admission, Member, Members, first_of_pool, most_common_task
 from fedhet.settings.engine import EngineSettings
@@ -396,12 +397,13 @@ def test_sites_own_model_matters_only_where_weights_are_sent(method, tmp_path, m
         manager.register(InlineProxy(config, read_node(given, config.run, str(tmp_path))))
     if method == "felo":
         with pytest.raises(FedhetError, match="3"):
-            strategy.initialize_parameters(manager)
+            strategy.begin(manager)
         return
-    strategy.initialize_parameters(manager)
+    strategy.begin(manager)
     assert strategy.method.members["client-1"].info.model == name
-    instructions = strategy.configure_fit(1, None, manager)
-    strategy.aggregate_fit(1, [(proxy, proxy.fit(ins, None, 1)) for proxy, ins in instructions], [])
+    instructions = strategy.configure_fit(1, manager)
+    outcomes = [proxy.send(ins, None, 1) for proxy, ins in instructions]
+    strategy.aggregate_fit(1, RoundResults(outcomes))
     assert "client-1" in strategy.state.record.answered
 
 
@@ -479,7 +481,7 @@ def _start(config, directory, clients):
     for k in range(clients):
         node = read_node({"partition-id": k, "num-partitions": 4}, config.run, str(directory))
         manager.register(InlineProxy(config, node))
-    strategy.initialize_parameters(manager)
+    strategy.begin(manager)
     return strategy.method.members
 
 
@@ -526,8 +528,8 @@ def test_late_reply_does_not_overwrite_newer_state(tmp_path):
     proxy, ins = server.instruct(1)[0]
     late = server.log.config.method.client(server.log.config, proxy._proxy._node)
     late.state.restore(server.log.run_name, before=1)
-    proxy.fit(ins, None, 1)
-    proxy.fit(server.instruct(2)[0][1], None, 2)
+    proxy.request(ins, None, 1)
+    proxy.request(server.instruct(2)[0][1], None, 2)
     states = {path: path.read_bytes() for path in late.state.folder.glob("round-*")}
     assert len(states) == 2
     with pytest.raises(StateError, match="newer"):
@@ -573,6 +575,6 @@ def test_run_of_sites_notes_own_data(tmp_path):
         {"name": "north", "data": f"npz:{tmp_path}"}, config.run, str(tmp_path / "state")
     )
     manager.register(InlineProxy(config, node))
-    MethodStrategy(config, log).initialize_parameters(manager)
+    MethodStrategy(config, log).begin(manager)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["own_data"] is True
     assert log.finish().dataset == "the sites' own data"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from dataclasses import replace
 from time import monotonic, sleep
 from types import SimpleNamespace
 
@@ -26,9 +25,10 @@ from fedhet.algorithms.rounds import (
 )
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.config.resolve import resolve
-from fedhet.server.calls import Call, CallPool, NamedProxy
+from fedhet.server.calls import Call, CallOutcome, CallPool, NamedProxy
 from fedhet.server.pace import SimulatedClock, closing, read_devices
 from fedhet.settings.engine import PaceSettings
+from fedhet.wire.knowledge import payload_bytes
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
@@ -209,65 +209,70 @@ def reply():
     return FitRes(Status(Code.OK, ""), Parameters([b"payload"], ""), 1, {})
 
 
+def call_of(name, fit):
+    """Return a call to a client whose method `fit` is given. The reply is not decoded."""
+
+    def read(result, round):
+        return CallOutcome(name, round, bytes_received=payload_bytes(result.parameters))
+
+    return Call(NamedProxy(name, SimpleNamespace(cid="1", fit=fit), read), 1, message())
+
+
 def test_first_event_decides_if_a_reply_is_late():
     """One of two calls finishes before its round closes, and the other afterwards."""
     gate, stored = threading.Event(), []
 
-    def store(call, result):
-        stored.append((call.name, result.parameters.tensors))
-        return replace(result, parameters=Parameters([], ""))
+    def store(outcome):
+        stored.append((outcome.client, outcome.bytes_received))
+        return outcome
 
     def slowly(*_):
         gate.wait(60)
         return reply()
 
     pool = CallPool(2, store)
-    early = Call(NamedProxy("a", SimpleNamespace(cid="1", fit=lambda *_: reply())), 1, message())
-    late = Call(NamedProxy("b", SimpleNamespace(cid="2", fit=slowly)), 1, message())
+    early, late = call_of("a", lambda *_: reply()), call_of("b", slowly)
     pool.submit([early, late])
     ends = monotonic() + 60
-    while pool._outcomes.empty():
+    while pool._finished.empty():
         assert monotonic() < ends
         sleep(0.01)
     assert pool.close_round([early, late]) == [early]
     gate.set()
     outcomes = [pool.next_outcome(60.0) for _ in range(2)]
-    assert [(o.call, o.is_late, o.is_on_disk, o.is_usable) for o in outcomes] == [
-        (early, False, False, True),
-        (late, True, True, True),
+    assert [(o.client, o.is_late, o.is_on_disk, o.is_reply) for o in outcomes] == [
+        ("a", False, False, True),
+        ("b", True, True, True),
     ]
-    assert stored == [("b", [b"payload"])]
-    assert outcomes[1].result.parameters.tensors == []
+    assert stored == [("b", 7)]
     pool.shutdown()
 
 
 def test_failed_storage_of_a_late_reply_is_a_failure():
-    def full(call, result):
+    def full(outcome):
         raise StateError("disk full")
 
     gate = threading.Event()
-    client = SimpleNamespace(cid="1", fit=lambda *_: gate.wait(60) and reply())
-    pool, call = CallPool(2, full), Call(NamedProxy("a", client), 1, message())
+    pool, call = CallPool(2, full), call_of("a", lambda *_: gate.wait(60) and reply())
     pool.submit([call])
     assert pool.close_round([call]) == []
     gate.set()
     outcome = pool.next_outcome(60.0)
-    assert isinstance(outcome.error, StateError)
-    assert not outcome.is_usable
+    assert (outcome.error, outcome.failure) == ("disk full", "silent")
+    assert not outcome.is_reply
+    assert not outcome.is_on_disk
     pool.shutdown()
 
 
 def test_idle_thread_keeps_no_reply_in_memory():
-    result = reply()
-    client = SimpleNamespace(cid="1", fit=lambda *_: result)
-    pool = CallPool(1, lambda call, result: result)
-    pool.submit([Call(NamedProxy("a", client), 1, message())])
+    pool, call = CallPool(1, lambda outcome: outcome), call_of("a", lambda *_: reply())
+    pool.submit([call])
     outcome = pool.next_outcome(60.0)
-    assert outcome.result is result
-    assert outcome.is_usable
+    assert outcome.bytes_received == 7
+    assert outcome.is_reply
     assert not outcome.is_late
-    released, ends = [weakref.ref(outcome), weakref.ref(outcome.call)], monotonic() + 60
-    del outcome
+    released, ends = [weakref.ref(outcome), weakref.ref(call)], monotonic() + 60
+    del outcome, call
     while any(each() is not None for each in released):
         assert monotonic() < ends
         sleep(0.01)

@@ -158,7 +158,7 @@ def replies(config, directory, seed, monkeypatch):
             assert "error" not in result.metrics, (proxy.name, result.metrics)
             arrays = [np.load(io.BytesIO(t)) for t in result.parameters.tensors]
             found.append((decode(arrays, "test")[1], dict(result.metrics)))
-        server.flower.aggregate_fit(number, results, [])
+        server.aggregate(number, results)
     return found
 
 

@@ -71,7 +71,7 @@ def test_regressor_learns_its_data_and_the_mean_of_the_predictions(tmp_path, met
             expected = predict(public.x.numpy()[told["asked"]])
             np.testing.assert_allclose(logits[:, 0], expected, rtol=1e-3, atol=1e-4)
         mean = np.mean([reply_of(result).tensors["logits"] for _, result in replies], 0)
-        server.flower.aggregate_fit(number, replies, [])
+        server.aggregate(number, replies)
 
 
 def test_regressor_learns_weighted_means_of_labels_and_outputs_of_the_server(tmp_path):

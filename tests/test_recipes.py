@@ -304,7 +304,7 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
     distilled = []
     original = client._distill
     monkeypatch.setattr(client, "_distill", lambda *said: distilled.append(1) or original(*said))
-    proxy.fit(ins, None, 2)
+    proxy.request(ins, None, 2)
     assert distilled == [1]
     assert sum(map(len, seen)) == len(client.y)
 
@@ -366,7 +366,7 @@ def test_kept_optimizer_equals_uninterrupted_training(tmp_path, keep):
             fresh = config.method.client(config, proxy._proxy._node)
             fresh.fit(parameters_to_ndarrays(ins.parameters), {})
         else:
-            proxy.fit(ins, None, number)
+            proxy.request(ins, None, number)
     expected = uninterrupted(fresh, config, 3)
     same = [torch.equal(v, expected[k]) for k, v in fresh.network.state_dict().items()]
     assert all(same) == keep
@@ -410,7 +410,7 @@ def test_unsuitable_optimizer_state_is_ignored(other):
 def test_fedtype_keeps_the_optimizer_of_the_private_model(tmp_path):
     server = Server(small("fedtype", keep_optimizer=True, models="mlp"), tmp_path / "run")
     (proxy, ins), *_ = server.instruct(1)
-    proxy.fit(ins, None, 1)
+    proxy.request(ins, None, 1)
     client = client_of(proxy)
     names = {key.split("/")[1] for key in client.state.tensors if key.startswith("optimizer/")}
     assert names == {name for name, _ in client.network.named_parameters()}
@@ -543,7 +543,7 @@ def test_client_trains_with_its_assigned_settings_and_the_summary_has_them(tmp_p
         server.instruct(1), (torch.optim.SGD, torch.optim.AdamW), (0.5, 0.25), strict=True
     ):
         client = client_of(proxy)
-        proxy.fit(ins, None, 1)
+        proxy.request(ins, None, 1)
         made = client.optimization(client.network.parameters()).optimizer
         assert isinstance(made, kind)
         assert made.param_groups[0]["lr"] == rate

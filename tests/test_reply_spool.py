@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from federation import Server, small
-from flwr.common import FitRes, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from torch import nn
 
 from fedhet.algorithms import weights as averaging
@@ -16,10 +16,14 @@ from fedhet.algorithms.weights import RunningAverage, average_weights
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.engines.simulate import InlineProxy
-from fedhet.server import reply as replies
+from fedhet.methods.registry import find_method
+from fedhet.server.calls import CallOutcome, RoundResults
+from fedhet.server.codec import Codec
 from fedhet.server.reply import ReplySpool
+from fedhet.server.round import RoundState
 from fedhet.wire.contract import Contract, TensorField, WeightsField
-from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode, read_arrays
 
 SENT = Contract(
     (WeightsField("weights", "w"), TensorField("counts", "int64", ("C",), "samples of a class"))
@@ -55,16 +59,22 @@ def literal_mean(parts, total):
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
 
 
+def outcome(tensors, client="a"):
+    """Return the outcome of a call, with a reply that has been decoded from a message."""
+    arrays = read_arrays(payload(tensors, client), client, LIMIT)
+    return CallOutcome(client, 1, decode(arrays, client)[1])
+
+
 def on_disk(spool, weights, name):
-    message = payload({f"weights/{k}": v for k, v in weights.items()}, name)
-    return spool.put(name, message).open()[1].group("weights")
+    tensors = {f"weights/{k}": v for k, v in weights.items()}
+    return spool.put(outcome(tensors, name)).knowledge.group("weights")
 
 
 @pytest.mark.parametrize("part", [1, 7, 185, 10**6])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_average_from_disk_equals_the_average_in_memory(tmp_path, monkeypatch, part, count):
     monkeypatch.setattr(averaging, "PART", part)
-    spool, given = ReplySpool(tmp_path, LIMIT, SENT), list(models(count))
+    spool, given = ReplySpool(tmp_path, SENT), list(models(count))
     stored_models = [(on_disk(spool, w, f"c{k}"), n) for k, (w, n) in enumerate(given)]
     found = average_weights(stored_models)
     total = sum(n for _, n in given)
@@ -90,11 +100,10 @@ def test_sum_of_negative_zeros_keeps_its_sign():
 
 
 def test_only_weights_stay_on_disk(tmp_path):
-    spool = ReplySpool(tmp_path, LIMIT, SENT)
+    spool = ReplySpool(tmp_path, SENT)
     with spool.open_replies():
-        message = payload({"weights/w": np.arange(6.0), "counts": np.array([1, 2])})
-        envelope, knowledge, _ = spool.put("a", message).open()
-        assert envelope.sender == "a"
+        tensors = {"weights/w": np.arange(6.0), "counts": np.array([1, 2])}
+        knowledge = spool.put(outcome(tensors)).knowledge
         assert list(knowledge.tensors) == ["weights/w", "counts"]
         kept = knowledge.tensors["weights/w"]
         changed = knowledge.replacing({"counts": np.array([3, 4])})
@@ -108,19 +117,30 @@ def test_only_weights_stay_on_disk(tmp_path):
 
 
 def test_reply_that_is_too_large_is_not_written(tmp_path):
-    message = payload({"weights/w": np.zeros(1000)})
-    reply = ReplySpool(tmp_path, 2000, SENT).put("a", message)
+    codec = Codec("run", find_method("fedavg"), 2000, RoundState(1, print))
+    result = FitRes(Status(Code.OK, ""), payload({"weights/w": np.zeros(1000)}), 1, {})
+    refused = codec.read(ClientInfo("a", "mlp", 12, 3, "table", (4,)), (), result, 1)
+    assert refused.error.startswith("payload: must be at most 0.0 MB")
+    assert ReplySpool(tmp_path, SENT).put(refused) is refused
     assert not list(tmp_path.iterdir())
-    with pytest.raises(KnowledgeError, match=r"^a: payload: .*0\.0 MB"):
-        reply.open()
 
 
 def test_truncated_file_raises(tmp_path):
-    reply = ReplySpool(tmp_path, LIMIT, SENT).put("a", payload({"weights/w": np.zeros(1000)}))
+    spooled = ReplySpool(tmp_path, SENT).put(outcome({"weights/w": np.zeros(1000)}))
     with (tmp_path / "a").open("r+b") as file:
         file.truncate(5000)
-    with pytest.raises(KnowledgeError, match=r"^a: payload: "):
-        reply.open()
+    with pytest.raises(KnowledgeError, match=r"^a: payload: .*8000 bytes"):
+        spooled.knowledge.tensors["weights/w"]
+
+
+def test_reply_with_a_truncated_file_is_dropped(tmp_path):
+    server = Server(small("fedavg", clients=3, models=["mlp"]), tmp_path / "run")
+    outcomes = [proxy.send(ins, None, 1) for proxy, ins in server.instruct(1)]
+    with (tmp_path / "run" / "inbox" / "client-1").open("r+b") as file:
+        file.truncate(5000)
+    server.flower.aggregate_fit(1, RoundResults(outcomes))
+    assert server.flower.state.record.answered == ["client-0", "client-2"]
+    assert "payload: its file has changed" in server.flower.state.record.failed["client-1"]
 
 
 def test_full_disk_leaves_no_file(tmp_path):
@@ -129,7 +149,7 @@ def test_full_disk_leaves_no_file(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            ReplySpool(tmp_path, LIMIT, SENT).put("a", payload({"weights/w": np.zeros(10_000)}))
+            ReplySpool(tmp_path, SENT).put(outcome({"weights/w": np.zeros(10_000)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
@@ -140,13 +160,13 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path):
     server = Server(small("fedavg", clients=2), tmp_path / "run")
     left.parent.mkdir()
     left.write_bytes(b"half a reply")
-    server.flower.initialize_parameters(server.manager)
+    server.flower.begin(server.manager)
     assert not left.exists()
-    results = server.train(server.instruct(1))
+    outcomes = [proxy.send(ins, None, 1) for proxy, ins in server.instruct(1)]
     assert {path.name for path in left.parent.iterdir()} == {"client-0", "client-1"}
     server.strategy.aggregate = lambda round, replies: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        server.flower.aggregate_fit(1, results, [])
+        server.flower.aggregate_fit(1, RoundResults(outcomes))
     assert not list(left.parent.iterdir())
 
 
@@ -191,13 +211,13 @@ def memory_of_a_round(method, clients, directory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InlineProxy, "fit", repeated)
-        patch.setattr(replies.mmap, "mmap", Counted)
+        patch.setattr(mmap, "mmap", Counted)
         patch.setattr(averaging, "PART", 1000)
         Counted.alive = Counted.most = 0
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
-        results = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in instructions]
-        server.flower.aggregate_fit(1, results, [])
+        outcomes = [proxy.send(ins, None, 1) for proxy, ins in instructions]
+        server.flower.aggregate_fit(1, RoundResults(outcomes))
         peak = tracemalloc.get_traced_memory()[1] - before
         tracemalloc.stop()
     assert len(server.flower.state.record.answered) == clients

@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,11 +25,12 @@ from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
 from fedhet.server import codec as exchanges
 from fedhet.server import round as rounds
-from fedhet.server.calls import Call, CallOutcome, ClientFailureError, NamedProxy, reasons
+from fedhet.server.calls import CallOutcome, NamedProxy
 from fedhet.server.codec import Codec
-from fedhet.server.members import ClientHealth
+from fedhet.server.members import ClientHealth, Member
 from fedhet.server.open_calls import OpenCalls
 from fedhet.server.round import RoundState, Selection
+from fedhet.server.steps import check_contract
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
@@ -126,19 +128,19 @@ def test_reply_that_exhausts_memory_is_dropped(state, notices, error):
     [MemoryError(), OverflowError("too far"), RecursionError("deep"), OSError("gone"), KeyError(1)],
 )
 @pytest.mark.parametrize("step", ["decode", "read_arrays", "read_measures"])
-def test_read_errors_name_the_client(exchange, monkeypatch, error, step):
+def test_read_error_refuses_the_reply(exchange, monkeypatch, error, step):
     def fails(*_):
         raise error
 
     monkeypatch.setattr(exchanges, step, fails)
-    with pytest.raises(KnowledgeError) as caught:
-        decoded(exchange, answer(means()))
-    assert (caught.value.sender, caught.value.field) == ("a", "reply")
-    assert type(error).__name__ in caught.value.fault
+    results = [answer(means())]
     if step == "read_measures":
-        replied = EvaluateRes(Status(Code.OK, ""), 0.0, 1, {})
-        with pytest.raises(KnowledgeError):
-            exchange.decode_evaluation(CLIENT, replied, ["private"])
+        results.append(EvaluateRes(Status(Code.OK, ""), 0.0, 1, {}))
+    for result in results:
+        outcome = exchange.read(CLIENT, ["private"], result, 1)
+        assert (outcome.client, outcome.failure) == ("a", "refused")
+        assert outcome.error.startswith(f"cannot be read ({type(error).__name__}")
+        assert not outcome.knowledge.tensors
 
 
 FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: all well\u202e\x9b31m"
@@ -147,30 +149,40 @@ FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: al
 def test_reported_failure_is_one_printable_line(exchange, state, notices):
     for metrics, status in (({"error": FORGED}, Code.OK), ({}, Code.FIT_NOT_IMPLEMENTED)):
         result = FitRes(Status(status, FORGED), answer(means()).parameters, 1, metrics)
-        with state.drop_on_error("a"):
-            decoded(exchange, result)
+        outcome = exchange.read(CLIENT, ["private"], result, 1)
+        assert (outcome.failure, outcome.is_reply) == ("error", False)
+        assert not list(exchange.replies([outcome], {"a": Member(CLIENT, None)}))
         assert "owned" in state.record.failed["a"]
         assert state.record.failed["a"].isprintable()
     state.drop_client("b", FORGED, "silent")
     assert all(text.isprintable() for text in [*state.record.failed.values(), *notices])
 
 
-def test_reasons_of_failures_are_printable():
-    proxy = NamedProxy("a")
-    result = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, FORGED), answer(means()).parameters, 1, {})
-    found = reasons([(proxy, result), ClientFailureError("b", FORGED)])
-    assert found.keys() == {"a", "b"}
-    assert all(reason.isprintable() for reason in found.values())
+def test_empty_error_is_an_error(exchange):
+    for metrics in ({"error": ""}, {"error": "", "spent": True}):
+        outcome = exchange.read(CLIENT, ["private"], answer(means(), metrics), 1)
+        assert outcome.error == "failed"
+        assert outcome.failure == (None if "spent" in metrics else "error")
+        assert not outcome.is_reply
 
 
-def test_reported_error_is_printable():
-    told = []
-    result = FitRes(Status(Code.OK, ""), Parameters([], ""), 0, {"error": FORGED})
-    client = SimpleNamespace(cid="1", fit=lambda *_: result)
-    proxy = NamedProxy("a", client, on_reply=lambda *each: told.append(each))
-    proxy.fit(FitIns(Parameters([], ""), {}), None, None)
-    assert told[0][0] == "a"
-    assert told[0][1].isprintable()
+@pytest.mark.parametrize("fails", [False, True])
+def test_shown_error_is_printable(exchange, fails):
+    told, result = [], FitRes(Status(Code.OK, ""), Parameters([], ""), 0, {"error": FORGED})
+
+    def fit(*_):
+        if fails:
+            raise OSError(FORGED)
+        return result
+
+    read = partial(exchange.read, CLIENT, ["private"])
+    client = SimpleNamespace(cid="1", fit=fit)
+    proxy = NamedProxy("a", client, read, on_reply=lambda *each: told.append(each))
+    outcome = proxy.send(FitIns(Parameters([], ""), {}), None, 1)
+    assert told == [("a", outcome.error)]
+    assert "owned" in outcome.error
+    assert outcome.error.isprintable()
+    assert outcome.failure == ("silent" if fails else "error")
 
 
 def test_metrics_are_json_serializable(state):
@@ -223,13 +235,14 @@ def exchange(state):
     return Codec("run-1", small("felo").method, LIMIT, state)
 
 
-def decoded(exchange, result):
-    """Return a reply that has passed the first two steps."""
-    reply = exchange.decode(CLIENT, result)
-    find_method("felo").spec.replies.check(
-        CLIENT.name, reply.knowledge.tensors, reply.knowledge.scalars, SIZES
-    )
-    return reply
+def failure_of(exchange, state, result):
+    """Return the reason why a reply is dropped in the first two steps, or ""."""
+    outcome = exchange.read(CLIENT, ["private", "local"], result, 1)
+    state.record_selection(Selection(("a",)))
+    spec = find_method("felo").spec
+    replies = exchange.replies([outcome], {"a": Member(CLIENT, None)})
+    list(check_contract(replies, contract=spec.replies, sizes=lambda _: SIZES, state=state))
+    return state.record.failed.get("a", "")
 
 
 def answer(knowledge, metrics=None, **changes):
@@ -287,21 +300,24 @@ def test_late_reply_is_stored_with_its_instruction(tmp_path):
     for name, digest in (("a", 5), ("b", 6)):
         calls.keep(name, 1, means(), digest)
     calls.begin("ab", 1, 0.0)
-    call = Call(NamedProxy("a"), 1, FitIns(Parameters([], ""), {}))
-    result = FitRes(Status(Code.OK, ""), Parameters([b"reply"], "numpy.ndarray"), 7, {"x": 1.0})
-    stored = calls.store(call, result)
-    assert not stored.parameters.tensors
+    reply = Knowledge({"half": np.ones((2, 3), np.float16).T, "one": np.array(True)}, {"x": 1})
+    scores = {("accuracy", "common", "private"): 0.1, ("accuracy", "personal", "private"): 1 / 3}
+    seen = Measured(scores, 0.2, 1.5, 2.5, 3.0, {"pseudo_error": 0.3}, 9.0, {"common": 0.4})
+    stored = calls.store(CallOutcome("a", 1, reply, seen, bytes_received=70))
+    assert not stored.knowledge.tensors
+    assert stored.is_on_disk
     assert calls.sent("a", 1) == (None, 0), "the disk has it"
-    calls["a"].outcome = CallOutcome(call, stored, is_late=True)
+    calls["a"].outcome = stored
     assert calls.at_work == {"a", "b"}
     outcome = calls.collect("a", 3)
-    assert (outcome.result.parameters.tensors, outcome.result.num_examples) == ([b"reply"], 7)
-    sent, digest = calls.sent("a", 1)
-    assert digest == 5
-    assert sent.tensors.keys() == means().tensors.keys()
-    for name, value in means().tensors.items():
-        np.testing.assert_array_equal(sent.tensors[name], value)
-    assert calls.bases_of("a")(Envelope("run-1", "felo", 1, "a"), 5) is sent.tensors
+    assert (outcome.measured, outcome.bytes_received, outcome.error) == (seen, 70, "")
+    sent, _ = calls.sent("a", 1)
+    for found, expected in ((outcome.knowledge, reply), (sent, means())):
+        assert found.scalars == expected.scalars
+        assert list(found.tensors) == sorted(expected.tensors)
+        for name, value in expected.tensors.items():
+            np.testing.assert_array_equal(found.tensors[name], value)
+            assert found.tensors[name].dtype == value.dtype
     assert (calls.at_work, calls.late_rounds) == ({"b"}, {"a": 1})
     calls.close("a", 1)
     assert list((tmp_path / "late").iterdir()), "a run that is killed now resumes before this round"
@@ -318,15 +334,13 @@ def test_resumed_run_restores_replies_on_disk_and_repeats_other_calls(tmp_path):
     for name in ("a", "b", "c"):
         calls.keep(name, 1, means())
     calls.begin("abc", 1, 2.0)
-    made = {name: Call(NamedProxy(name), 1, FitIns(Parameters([], ""), {})) for name in "abc"}
-    result = FitRes(Status(Code.OK, ""), Parameters([b"reply"], "numpy.ndarray"), 7, {})
-    calls["a"].outcome, calls["a"].due = CallOutcome(made["a"], result, is_late=True), 5.0
-    calls.store(made["a"], result)
+    made = {name: CallOutcome(name, 1, Knowledge({"w": np.ones(2)})) for name in "ab"}
+    calls["a"].outcome, calls["a"].due = calls.store(made["a"]), 5.0
     saved = json.loads(json.dumps(calls.to_dict()))
     assert saved == {"a": [1, 2.0, 5.0], "b": [1, 2.0, None], "c": [1, 2.0, None]}
     calls.end()
     assert not calls.at_work
-    calls.store(made["b"], result)
+    calls.store(made["b"])
     for is_simulated, times in ((False, (0.0, 0.0)), (True, (2.0, 5.0))):
         again = OpenCalls(tmp_path, "run-1", keep_all=True)
         known = {name: call for name, call in saved.items() if name != "b" or not is_simulated}
@@ -334,19 +348,31 @@ def test_resumed_run_restores_replies_on_disk_and_repeats_other_calls(tmp_path):
         assert again.at_work == ({"a"} if is_simulated else {"a", "b"})
         assert (again["a"].began, again["a"].due) == times
         for name in again.at_work:
-            assert again.collect(name, 3).result.parameters.tensors == [b"reply"]
+            assert again.collect(name, 3).knowledge.tensors["w"].tolist() == [1, 1]
             assert again.sent(name, 1)[0].tensors.keys() == means().tensors.keys()
     again.load_dict({}, is_simulated=True)
     assert not list((tmp_path / "late").iterdir()), "a new run has no replies of another"
 
 
 def test_reply_is_read_and_counted(exchange, state):
+    state.record_selection(Selection(("a",)))
     result = answer(means(), {"accuracy.common.private": 0.5})
-    reply = decoded(exchange, result)
+    outcome = exchange.read(CLIENT, ["private"], result, 1)
+    assert not state.record.bytes_up, "a reply counts in the round that uses it"
+    (reply,) = exchange.replies([outcome], {"a": Member(CLIENT, None)})
     assert reply.samples == 12
     np.testing.assert_array_equal(reply.knowledge.tensors["counts"], [1, 5])
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors))
     assert reply.measured.scores == {("accuracy", "common", "private"): 0.5}
+
+
+def test_late_error_is_stored(tmp_path):
+    calls = OpenCalls(tmp_path, "run-1")
+    calls.begin("a", 1, 0.0)
+    refused = CallOutcome("a", 1, bytes_received=9, error="round: odd", failure="refused")
+    calls["a"].outcome = calls.store(refused)
+    outcome = calls.collect("a", 2)
+    assert (outcome.error, outcome.failure, outcome.bytes_received) == ("round: odd", "refused", 9)
 
 
 @pytest.mark.parametrize(
@@ -370,9 +396,8 @@ def test_reply_is_read_and_counted(exchange, state):
     ],
 )
 def test_reply_of_another_round_or_contract_is_dropped(exchange, state, result, field):
-    with pytest.raises(KnowledgeError) as caught:
-        decoded(exchange, result)
-    assert (caught.value.sender, caught.value.field) == ("a", field)
+    reason = failure_of(exchange, state, result)
+    assert reason.startswith("disk full" if field == "reply" else f"{field}: ")
     assert state.record.bytes_up == sum(map(len, result.parameters.tensors)), "it did travel"
 
 

@@ -104,7 +104,7 @@ def test_replies_in_another_order_give_the_same_aggregate(tmp_path):
     told = []
     for order in (1, -1):
         server = Server(small(), tmp_path / f"order{order}" / "run")
-        server.flower.aggregate_fit(1, server.train(server.instruct(1))[::order], [])
+        server.aggregate(1, server.train(server.instruct(1))[::order])
         told.append([(p.name, i.parameters.tensors[1:]) for p, i in server.instruct(2)])
     assert told[0] == told[1]
 
@@ -193,7 +193,7 @@ def test_invalid_reply_is_dropped_with_name_and_field(tmp_path, changes, signed,
         (proxy, altered(result, edit, **signed) if proxy.name == "client-2" else result)
         for proxy, result in server.train(server.instruct(1))
     ]
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     server.close(1)
     record = records(tmp_path / "run")[0]
     assert record["failed"].keys() == {"client-2"}
@@ -226,8 +226,8 @@ class Damaging(InlineProxy):
 def test_undecodable_reply_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
-    replies = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.instruct(1)]
-    server.flower.aggregate_fit(1, replies, [])
+    replies = server.train(server.instruct(1))
+    server.aggregate(1, replies)
     failed = server.flower.state.record.failed
     assert failed["client-0"].startswith("array 1: not a valid .npy array")
     assert failed["client-1"].startswith("payload: must be at most 0.5 MB, got 1.")

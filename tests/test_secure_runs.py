@@ -163,7 +163,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
             inner._node = replace(inner._node, training=other.run.training)
         replies += server.train([(proxy, ins)])
     assert all("masked/0" in reply_of(result).tensors for _, result in replies)
-    server.flower.aggregate_fit(2, replies, [])
+    server.aggregate(2, replies)
     lanes = config.method.spec.sums.for_run(config.method_settings)
     assert sum("is lost" in text for text in notices) == len(lanes), notices
     derived = "round 2: client-0 derived other keys than most clients"
@@ -308,9 +308,9 @@ def test_client_sends_nothing_about_its_own_samples(tmp_path):
         vector = sent.tensors["masked/0"][-len(weights) :].view(np.int32)
         assert abs(np.corrcoef(vector.astype(float), weights)[0, 1]) < 0.05, "a mask is there"
     for each, is_plain in ((server, False), (plain, True)):
-        sampled = each.flower.configure_evaluate(1, None, each.manager)
+        sampled = each.flower.configure_evaluate(1)
         for proxy, instruction in sampled:
-            result = proxy.evaluate(instruction, None, 0)
+            result = proxy.request(instruction, None, 0)
             assert "accuracy.common.global" in result.metrics
             assert ("accuracy.personal.global" in result.metrics) is is_plain
             assert (result.loss > 0) is is_plain
@@ -352,13 +352,13 @@ def test_reply_passes_the_steps_of_an_instruction_in_the_opposite_order(tmp_path
     monkeypatch.setattr(
         client.masking, "begin", lambda *words: (order.append("check"), check(*words))[1]
     )
-    first = proxy.fit(ins, None, 1)
+    first = proxy.request(ins, None, 1)
     received, sent = order[: order.index("train")], order[order.index("train") + 1 :]
     assert received == ["begin", "check", "stored_reply", "restore"]
     assert sent == ["filter_reply", "masked", "encode_reply", "save", "store", "store_reply"]
     assert "error" not in first.metrics
     order.clear()
-    again = proxy.fit(ins, None, 1)
+    again = proxy.request(ins, None, 1)
     assert order == ["begin", "check", "restore"]
     assert again.parameters.tensors == first.parameters.tensors
 

@@ -370,7 +370,7 @@ def test_heterofl_descends_without_the_scaler_and_sends_no_classes(table, tmp_pa
         found = replies[1][f"weights/{name}"]
         np.testing.assert_allclose(found, value.detach(), rtol=1e-4, atol=1e-6)
     assert all("labels" not in reply for reply in replies)
-    server.flower.aggregate_fit(1, results, [])
+    server.aggregate(1, results)
     server.close(1)
     for name, value in server.strategy.weights.items():
         for place in np.ndindex(value.shape):
@@ -438,7 +438,7 @@ def test_clients_learn_the_mean_of_all_outputs(table, tmp_path, method, kind):
     np.testing.assert_allclose(outputs[0], expected, rtol=1e-3, atol=1e-5)
 
     before = copy.deepcopy(server.strategy.learner.model) if method == "ds-fl" else None
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     server.close(1)
     instructions = server.instruct(2)
     told = instruction_of(instructions[0]).tensors
@@ -481,7 +481,7 @@ def test_feddf_descends_the_squared_error_to_the_mean_output(table, tmp_path, st
         replies.append(model.double().eval())
     with torch.no_grad():
         teacher = torch.stack([model(x) for model in replies]).mean(0)
-    server.flower.aggregate_fit(1, results, [])
+    server.aggregate(1, results)
     for name in set(names):
         own = [k for k, each in enumerate(names) if each == name]
         total = sum(samples[k] for k in own)
@@ -560,7 +560,7 @@ def test_fedgems_selects_by_error(table, tmp_path):
             return torch.stack(losses).mean()
 
         slow = descend(start, loss, 1, LR)
-        server.flower.aggregate_fit(number, replies, [])
+        server.aggregate(number, replies)
         server.close(number)
         assert_close(strategy.learner.model, slow, rtol=1e-3, atol=1e-5)
     assert pool
@@ -642,7 +642,7 @@ def test_nonfinite_outputs_raise(table, tmp_path):
         tensors["logits"][0] = np.nan
 
     replies[0] = (replies[0][0], altered(replies[0][1], spoil))
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     assert len(server.strategy.scores) == 2
 
 

@@ -398,7 +398,7 @@ def test_clients_with_the_highest_squared_errors_are_selected(tmp_path):
             gap = client.network(client.x).detach().numpy() - client.y.numpy()
             losses[proxy.cid] = float((gap.astype(float) ** 2).mean())
             waited[proxy.cid] = number
-        server.flower.aggregate_fit(number, server.train(instructions), [])
+        server.aggregate(number, server.train(instructions))
         server.close(number)
     assert sorted(waited.values()) == [1, 1, 1, 2, 2, 2]
     highest = sorted(losses, key=lambda name: -losses[name])[:3]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rounds
 import torch
-from federation import Server, client_of, records, run, small
+from federation import Server, arrived, client_of, records, run, small
 from flwr.common import parameters_to_ndarrays
 from rounds import altered
 from test_helper_selection import ranks_lowest, replace_helper
@@ -16,13 +16,13 @@ from test_helper_selection import ranks_lowest, replace_helper
 from benchmarks.model_pool import Pool, settings, traffic
 from fedhet import models
 from fedhet.algorithms.uncertainty import Helper, predictive, to_arrays
-from fedhet.base.arrays import grouped
+from fedhet.base.arrays import OnDemand, grouped
 from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError
 from fedhet.base.seeding import seeded
 from fedhet.config.resolve import resolve
 from fedhet.data.dataset import Split
 from fedhet.learning.training import batches
-from fedhet.server.reply import SpooledPayload
+from fedhet.server.calls import RoundResults
 from fedhet.wire.knowledge import Knowledge, decode
 
 MODEL = "cnn2-dropout"
@@ -314,7 +314,7 @@ class Wire:
     def play(self, round, without=()):
         instructions = self.instruct(round)
         replies = self.server.train([pair for pair in instructions if pair[0].name not in without])
-        self.flower.aggregate_fit(round, replies, [])
+        self.server.aggregate(round, replies)
         self.server.close(round)
         return {proxy.name for proxy, _ in instructions}
 
@@ -378,7 +378,7 @@ def test_lost_upload_is_repeated(tmp_path):
     instructions = wire.instruct(1)
     replies = wire.server.train(instructions)
     arrived = [pair for pair in replies if pair[0].name != "client-1"]
-    wire.flower.aggregate_fit(1, arrived, [])
+    wire.server.aggregate(1, arrived)
     wire.server.close(1)
     assert set(wire.strategy.versions) == {0, 2, 3}
     client = client_of(next(proxy for proxy, _ in instructions if proxy.name == "client-1"))
@@ -458,7 +458,7 @@ def test_searching_client_keeps_its_metrics(tmp_path):
     for proxy, result in replies:
         measured = any(name.startswith("accuracy") for name in result.metrics)
         assert measured == (proxy.name not in searching)
-    wire.flower.aggregate_fit(4, replies, [])
+    wire.server.aggregate(4, replies)
     assert not json.loads(wire.flower.state.to_json())["changed"]
 
 
@@ -482,7 +482,7 @@ def test_invalid_list_is_ignored(tmp_path, numbers, fault):
         else (proxy, result)
         for proxy, result in wire.server.train(wire.instruct(3))
     ]
-    wire.flower.aggregate_fit(3, replies, [])
+    wire.server.aggregate(3, replies)
     assert wire.strategy.lists["client-2"] == before["client-2"]
     assert wire.flower.state.record.failed == {}
     assert [
@@ -495,9 +495,10 @@ def test_invalid_list_is_ignored(tmp_path, numbers, fault):
 def test_replies_are_stored_on_disk(tmp_path):
     wire = Wire(um(clients=3), tmp_path / "run")
     replies = wire.server.train(wire.instruct(1))
-    assert all(isinstance(result.parameters, SpooledPayload) for _, result in replies)
+    outcomes = [arrived(proxy, result, 1) for proxy, result in replies]
+    assert all(isinstance(outcome.knowledge.tensors, OnDemand) for outcome in outcomes)
     assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
-    wire.flower.aggregate_fit(1, replies, [])
+    wire.flower.aggregate_fit(1, RoundResults(outcomes))
     assert not list((tmp_path / "run" / "inbox").iterdir())
     assert wire.strategy.pool.contents() == [(0, 1), (1, 1), (2, 1)]
 

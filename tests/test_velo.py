@@ -274,7 +274,7 @@ def test_cvae_uses_the_threads_of_the_run(tmp_path):
     for round in (1, 2):
         replies = server.train(server.instruct(round))
         torch.set_num_threads(2)
-        server.flower.aggregate_fit(round, replies, [])
+        server.aggregate(round, replies)
         assert torch.get_num_threads() == server.strategy.run.engine.threads == 1
 
 

@@ -6,16 +6,25 @@ import shutil
 import numpy as np
 import pytest
 from federation import Server, client_of, records, run, small, without_times
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import (
+    Code,
+    FitRes,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
 from interruption import cut_and_resumed
 
 from fedhet.base.arrays import OnDemand
-from fedhet.base.errors import KnowledgeError, SettingsError
-from fedhet.server.codec import MAX_VERSIONS, InstructionEncoder
+from fedhet.base.errors import SettingsError
+from fedhet.methods.registry import find_method
+from fedhet.server.codec import MAX_VERSIONS, Codec, InstructionEncoder
 from fedhet.server.reply import ReplySpool
+from fedhet.server.round import RoundState
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.encodings import Coder, rules_of
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, Packing, decode, digest_of, encode
 
 LOSSY = ("float16", "int8", "top-k")
@@ -127,7 +136,7 @@ def test_server_tracks_decoded_weights_of_each_client(encoding, tmp_path):
                 continue
             assert kept.tensors.keys() == came.keys()
             assert all(kept.tensors[n].tobytes() == v.tobytes() for n, v in came.items())
-        server.flower.aggregate_fit(number, server.train(instructions), [])
+        server.aggregate(number, server.train(instructions))
         server.close(number)
 
 
@@ -175,7 +184,7 @@ def test_reply_with_an_unknown_base_is_dropped(tmp_path):
     instructions = server.instruct(1)
     server.flower.state.calls.close(instructions[0][0].name, 1)
     replies = server.train(instructions)
-    server.flower.aggregate_fit(1, replies, [])
+    server.aggregate(1, replies)
     failed = server.flower.state.record.failed
     assert list(failed) == [instructions[0][0].name]
     assert "base: " in failed[instructions[0][0].name]
@@ -221,7 +230,7 @@ def test_sent_and_residual_values_sum_to_the_change(tmp_path):
                 after = client.network.state_dict()[name].numpy()
                 learned[place] = learned.get(place, 0) + after - start[name]
                 came[place] = came.get(place, 0) + value - start[name]
-        server.flower.aggregate_fit(number, replies, [])
+        server.aggregate(number, replies)
         if number < 3:
             server.close(number)
     compared = 0
@@ -331,22 +340,25 @@ def test_encoded_reply_is_stored_decoded(tmp_path):
     coder = Coder(rules_of(WireSettings(encoding="int8")), SENT, 0)
     base, own = weights(1).tensors, weights(2).tensors
     travels, _ = coder.reply(("a", 1), own, base, {})
-    message = encode(
-        Envelope("run", "m", 1, "a"), Knowledge(own), Packing(travels, digest_of(base))
-    )
-    payload = ndarrays_to_parameters(message)
-    size = sum(map(len, payload.tensors))
-    spool = ReplySpool(
-        tmp_path, 10**6, SENT, lambda client: lambda envelope, d: base if client == "a" else None
-    )
-    reply = spool.put("a", payload)
-    assert reply.size == size  # bytes as sent
-    tensors = reply.open()[1].tensors
+    state, packing = RoundState(1, print), Packing(travels, digest_of(base))
+    state.calls.keep("a", 1, Knowledge(base), digest_of(base))
+    codec, spool = Codec("run", find_method("fedavg"), 10**6, state), ReplySpool(tmp_path, SENT)
+    times = {"seconds.train": 0.0, "seconds.evaluate": 0.0, "memory": 0.0}
+    outcomes = []
+    for name in ("a", "b"):
+        message = encode(Envelope("run", "fedavg", 1, name), Knowledge(own), packing)
+        payload = ndarrays_to_parameters(message)
+        result = FitRes(Status(Code.OK, ""), payload, 1, times)
+        client = ClientInfo(name, "mlp", 12, 3, "table", (4,))
+        outcomes.append(spool.put(codec.read(client, (), result, 1)))
+        assert outcomes[-1].bytes_received == sum(map(len, payload.tensors)), "as it was sent"
+    tensors = outcomes[0].knowledge.tensors
     assert isinstance(tensors, OnDemand)
     assert tensors["weights/w"].dtype == np.float32
     assert np.abs(tensors["weights/w"] - own["weights/w"]).max() < 8 / 127
-    with pytest.raises(KnowledgeError, match="b: base: "):
-        spool.put("b", payload).open()
+    assert outcomes[1].error.startswith("base: ")
+    assert (outcomes[1].failure, outcomes[1].is_reply) == ("refused", True)
+    assert not outcomes[1].knowledge.tensors
 
 
 # --- settings ---------------------------------------------------------------------------------

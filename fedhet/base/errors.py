@@ -88,19 +88,8 @@ class KnowledgeError(FedhetError):
 
     @property
     def reason(self) -> str:
-        """Message without the sender: field and problem, or the client's reported error."""
+        """The fault, preceded by the field unless the fault concerns the whole reply."""
         return self.fault if self.field == REPLY else f"{self.field}: {self.fault}"
-
-
-class ReportedError(KnowledgeError):
-    """Raised if a client replies with an error message.
-
-    `spent` is true if the client's privacy budget is exhausted, which does not count as a failure.
-    """
-
-    def __init__(self, sender: str, fault: str, *, spent: bool = False) -> None:
-        super().__init__(sender, REPLY, fault)
-        self.spent = spent
 
 
 def one_line(text: str) -> str:

@@ -20,10 +20,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from flwr.common import Code, DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
+from flwr.common import DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.base.errors import (
@@ -33,14 +33,17 @@ from fedhet.base.errors import (
     UserModelError,
     describe_error,
     error_text,
-    one_line,
 )
-from fedhet.runs.measures import MAX_REPORTED, MISSING_BASE, WORK
-from fedhet.server.reply import ReplySpool
-from fedhet.wire.knowledge import payload_bytes
+from fedhet.runs.measures import MISSING_BASE, Measured
+from fedhet.wire.knowledge import Knowledge
 
+if TYPE_CHECKING:
+    from fedhet.server.reply import Magnitudes, ReplySpool
+
+Message = FitIns | EvaluateIns
 Result = FitRes | EvaluateRes
-Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
+Failure = Literal["silent", "error", "refused"]
+"""Kind of a client's failure in a round: no reply, a reported error, or a rejected reply."""
 OnReply = Callable[[str, str], None]
 """Callback that receives a client's name and an error message, or "" if the client succeeded."""
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
@@ -87,16 +90,64 @@ class DirectProxy(ClientProxy):
         return DisconnectRes(reason="")
 
 
-class NamedProxy(DirectProxy):
+@dataclass(frozen=True, eq=False)
+class CallOutcome:
+    """The outcome of a finished call: the client's decoded reply, or the reason of the failure."""
+
+    client: str
+    """The client's name."""
+    round: int
+    """The round of the message."""
+    knowledge: Knowledge = field(default_factory=Knowledge, repr=False)
+    """Content of the reply to an instruction to train; empty if `is_on_disk` is True."""
+    measured: Measured = field(default_factory=lambda: Measured({}), repr=False)
+    """Metrics and durations that the client reported; empty if `is_on_disk` is True."""
+    magnitudes: Magnitudes | None = field(default=None, repr=False)
+    """Magnitudes of `knowledge`, if they have been measured."""
+    samples_processed: float = 0.0
+    """Reported number of training samples processed."""
+    bytes_received: int = 0
+    """Size of the reply as it was received, in bytes."""
+    error: str = ""
+    """Reason why there is no valid reply, or "" if the reply is valid."""
+    failure: Failure | None = None
+    """Kind of the failure; None if the reply is valid, or if the client is not at fault."""
+    code_fault: UserCodeFault | None = None
+    """Error in the client's code that caused the failure (simulations only)."""
+    received_at: float = math.inf
+    """Time of arrival, as returned by `time.monotonic`; infinity if an earlier process received the
+    reply."""
+    is_late: bool = False
+    """Whether the round of the call had closed when the reply arrived."""
+
+    def failed(self, error: BaseException) -> CallOutcome:
+        """Return the outcome of the same call if `error` is the reason that there is no reply."""
+        fault = error.fault if isinstance(error, UserCodeError) else None
+        reason = error_text(error)[:300] or "failed"
+        return replace(self, error=reason, failure="silent", code_fault=fault)
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether the client replied without reporting an error; its reply may be invalid."""
+        return not self.error or self.failure == "refused"
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the content of a late reply to an instruction to train is stored on disk."""
+        return self.is_late and self.failure != "silent"
+
+
+class NamedProxy:
     """Recipient of one message: a client's name, and the connection to the client.
 
-    Strategies return pairs of such a proxy and a message, as in Flower.
+    `MethodStrategy` returns pairs of such a recipient and a message, as Flower's strategies do.
     """
 
     def __init__(
         self,
         name: str,
-        proxy: ClientProxy | None = None,
+        proxy: ClientProxy,
+        read: Callable[[Result, int], CallOutcome],
         *,
         on_reply: OnReply = lambda name, error: None,
         message_without_base: Callable[[], Parameters | None] = lambda: None,
@@ -104,78 +155,65 @@ class NamedProxy(DirectProxy):
         make_payload: Callable[[], Parameters] | None = None,
         turn: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
-        """Create the proxy for a client.
+        """Create the recipient.
 
         Args:
             name: The client's name.
-            proxy: Flower's proxy, or None if the client was called by an earlier process.
+            proxy: Flower's proxy of the client.
+            read: Function that decodes the client's result for a round.
             on_reply: Called when the client has replied to an instruction to train.
             message_without_base: Function that returns the message with full weights, or None if
                 the message has no base weights.
-            spool: Store for the payloads of replies on disk; None keeps the payloads in memory.
+            spool: Store for the weights of replies on disk; None keeps the weights in memory.
             make_payload: Function that builds the payload of a large message once `turn` is
                 acquired.
             turn: Semaphore that limits the number of large messages that exist at the same time.
         """
-        super().__init__(proxy.cid if proxy else name)
-        self.name, self._proxy = name, proxy
+        self.name, self._proxy, self.read = name, proxy, read
         self._on_reply, self._message_without_base = on_reply, message_without_base
         self._spool, self.make_payload = spool, make_payload
         self._turn = turn or contextlib.nullcontext()
 
-    def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`. Raises ClientFailureError if the client fails."""
-        if isinstance(instruction, FitIns | EvaluateIns):
-            return self.send(instruction, timeout)[0]
-        return getattr(self._proxy, name)(instruction, timeout, 0)
-
     def send(
         self,
-        message: FitIns | EvaluateIns,
+        message: Message,
         timeout: float | None,
-        round: int = 0,
+        round: int,
         is_on_time: Callable[[], bool] = lambda: True,
-    ) -> tuple[Result, int]:
-        """Send a message, and return the client's result and the size of the message in bytes.
-
-        A client that lacks the base weights of the message receives the message with full weights.
-        Raises ClientFailureError if the client does not reply.
+    ) -> CallOutcome:
+        """Send a message, and return the outcome with the client's decoded reply.
 
         Args:
             message: The instruction to train or to evaluate.
             timeout: Time limit in seconds, or None for no limit.
             round: The round of the message.
-            is_on_time: Called when a training reply has arrived. If it returns True, the payload
-                of the reply is moved to the spool.
+            is_on_time: Called when a training reply has arrived. If it returns True, the weights
+                in the reply are moved to the spool.
         """
-        is_training = isinstance(message, FitIns)
         try:
             with self._turn:
-                if self.make_payload is not None:
-                    message = replace(message, parameters=self.make_payload())
-                bytes_sent = payload_bytes(message.parameters)
-                result = self._forward(message, timeout, round)
-                lacks_base = result.metrics.get(MISSING_BASE) is True
-                if lacks_base and (full := self._message_without_base()):
-                    result = self._forward(replace(message, parameters=full), timeout, round)
-                if isinstance(result, FitRes) and is_on_time() and self._spool:
-                    stored = self._spool.put(self.name, result.parameters)
-                    result = replace(result, parameters=stored)
+                outcome = self.read(self.request(message, timeout, round), round)
+                if isinstance(message, FitIns) and is_on_time() and self._spool:
+                    outcome = self._spool.put(outcome)
         except Exception as error:
-            if is_training:
-                self._on_reply(self.name, error_text(error))
-            raise ClientFailureError(self.name, error_text(error)) from error
-        if is_training:
-            self._on_reply(self.name, one_line(str(result.metrics.get("error", ""))))
-        return result, bytes_sent
-
-    def _forward(
-        self, message: FitIns | EvaluateIns, timeout: float | None, round: int
-    ) -> FitRes | EvaluateRes:
-        assert self._proxy is not None
+            outcome = CallOutcome(self.name, round).failed(error)
         if isinstance(message, FitIns):
-            return self._proxy.fit(message, timeout, round)
-        return self._proxy.evaluate(message, timeout, round)
+            self._on_reply(self.name, outcome.error)
+        return outcome
+
+    def request(self, message: Message, timeout: float | None, round: int) -> Result:
+        """Send a message, and return Flower's result.
+
+        A client that lacks the base weights of the message receives the message with full weights.
+        """
+        is_training = isinstance(message, FitIns)
+        call: Callable[..., Result] = self._proxy.fit if is_training else self._proxy.evaluate
+        if self.make_payload is not None:
+            message = replace(message, parameters=self.make_payload())
+        result = call(message, timeout, round)
+        if result.metrics.get(MISSING_BASE) is True and (full := self._message_without_base()):
+            result = call(replace(message, parameters=full), timeout, round)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,8 +223,7 @@ class Call:
     recipient: NamedProxy
     round: int
     """The round of the message."""
-    message: FitIns | EvaluateIns | None
-    """The instruction, or None if an earlier server process made the call."""
+    message: Message
     timeout: float | None = None
 
     @property
@@ -195,48 +232,11 @@ class Call:
         return self.recipient.name
 
 
-@dataclass(frozen=True, eq=False)
-class CallOutcome:
-    """The outcome of a finished call: the client's result, or the exception that was raised."""
-
-    call: Call
-    result: Result | None = None
-    """The client's result, without its payload if `is_on_disk` is True."""
-    error: BaseException | None = None
-    received_at: float = math.inf
-    """Time of arrival, as returned by `time.monotonic`."""
-    is_late: bool = False
-    """Whether the round of the call had closed when the reply arrived."""
-    bytes_sent: int = 0
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the client replied successfully and reported no error."""
-        result = self.result
-        return (
-            result is not None and result.status.code is Code.OK and "error" not in result.metrics
-        )
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether the payload of a late training reply has been moved to disk."""
-        return self.is_late and isinstance(self.result, FitRes)
-
-    @property
-    def samples_processed(self) -> float:
-        """Reported number of training samples processed, clamped to [0, MAX_REPORTED]."""
-        reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
-        if not isinstance(reported, int | float):
-            return 0.0
-        return min(max(float(reported), 0.0), MAX_REPORTED)
-
-
 @dataclass
 class RoundResults:
-    """Replies and failures that arrived before a round, or its evaluation, closed."""
+    """Outcomes of the calls that finished before a round closed."""
 
-    results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
+    outcomes: list[CallOutcome] = field(default_factory=list)
     canceled: set[str] = field(default_factory=set)
     """Clients that were not called, because the round closed before their turn."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -244,30 +244,23 @@ class RoundResults:
     clock: float = math.nan
     """Simulated seconds since the start of the run."""
 
-    def add(self, outcome: CallOutcome) -> None:
-        """Add the outcome of a call."""
-        if outcome.error is not None:
-            self.failures.append(outcome.error)
-        else:
-            self.results.append((outcome.call.recipient, outcome.result))
-
 
 class CallPool:
     """Thread pool for the client calls of one run."""
 
     def __init__(
-        self, max_concurrent: int, store_late_reply: Callable[[Call, FitRes], FitRes]
+        self, max_concurrent: int, store_late_reply: Callable[[CallOutcome], CallOutcome]
     ) -> None:
         """Create the pool; its threads start on demand.
 
         Args:
             max_concurrent: Maximum number of clients called at the same time.
-            store_late_reply: Function that stores the payload of a late training reply on disk, and
-                returns the reply without its payload.
+            store_late_reply: Function that stores a late training reply on disk, and returns the
+                outcome without the content of the reply.
         """
         self.max_concurrent, self._store_late_reply = max_concurrent, store_late_reply
         self._pending: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[Call, CallOutcome]] = queue.SimpleQueue()
         self._num_threads = 0
         self._lock = threading.Lock()
         self._is_late: dict[Call, bool] = {}
@@ -285,11 +278,11 @@ class CallPool:
     def next_outcome(self, timeout: float = math.inf) -> CallOutcome | None:
         """Return the next outcome, or None if no call finishes within `timeout` seconds."""
         try:
-            outcome = self._outcomes.get(timeout=None if math.isinf(timeout) else timeout)
+            call, outcome = self._finished.get(timeout=None if math.isinf(timeout) else timeout)
         except queue.Empty:
             return None
         with self._lock:
-            self._is_late.pop(outcome.call, None)
+            self._is_late.pop(call, None)
         return outcome
 
     def close_round(self, calls: Iterable[Call]) -> list[Call]:
@@ -315,7 +308,7 @@ class CallPool:
 
     def _run_calls(self) -> None:
         while (call := self._pending.get()) is not None:
-            self._outcomes.put(self._run(call))
+            self._finished.put((call, self._run(call)))
             del call  # An idle thread must not keep a message in memory.
 
     def _run(self, call: Call) -> CallOutcome:
@@ -324,45 +317,14 @@ class CallPool:
             with self._lock:
                 return not self._is_late.setdefault(call, False)
 
-        result, error, bytes_sent = None, None, 0
-        assert call.message is not None
         try:
-            result, bytes_sent = call.recipient.send(
-                call.message, call.timeout, call.round, is_on_time
-            )
-            if isinstance(result, FitRes) and not is_on_time():
-                result = self._store_late_reply(call, result)
-        except BaseException as raised:  # Report every failure to the round.
-            result, error = None, raised
-        late = not is_on_time()
-        return CallOutcome(call, result, error, time.monotonic(), late, bytes_sent)
-
-
-class ClientFailureError(Exception):
-    """Raised if a client did not reply, or if Flower reported an error."""
-
-    def __init__(self, client: str, reason: str) -> None:
-        super().__init__(f"{client}: {reason}")
-        self.client, self.reason = client, reason
-
-
-def name_of(proxy: ClientProxy) -> str:
-    """Return the name of the client behind a `NamedProxy`."""
-    assert isinstance(proxy, NamedProxy)
-    return proxy.name
-
-
-def reasons(failures: Failures) -> dict[str, str]:
-    """Return the reason for each failure of a known client, by client name."""
-    by_client: dict[str, str] = {}
-    for failure in failures:
-        if isinstance(failure, ClientFailureError):
-            reason = one_line(" ".join(failure.reason.split()))[:300]
-            by_client[failure.client] = reason or "failed"
-        elif isinstance(failure, tuple):
-            proxy, result = failure
-            by_client[name_of(proxy)] = one_line(result.status.message)[:300] or "failed"
-    return by_client
+            outcome = call.recipient.send(call.message, call.timeout, call.round, is_on_time)
+            is_training = isinstance(call.message, FitIns)
+            if is_training and outcome.failure != "silent" and not is_on_time():
+                outcome = self._store_late_reply(outcome)
+        except BaseException as error:  # Report every failure to the round.
+            outcome = CallOutcome(call.name, call.round).failed(error)
+        return replace(outcome, received_at=time.monotonic(), is_late=not is_on_time())
 
 
 def is_user_code_error(error: BaseException) -> bool:
@@ -431,14 +393,13 @@ class UserCodeFaults:
         self._notice, self._strict = notice, strict
         self._reported: set[str] = set()
 
-    def report(self, errors: Iterable[object]) -> None:
-        """Show new errors in user code among the errors of a round.
+    def report(self, faults: Iterable[UserCodeFault | None]) -> None:
+        """Show the new errors in user code; None stands for a call without such an error.
 
         If the reporter is strict, raises StateError for any such error.
         """
-        causes = (getattr(error, "__cause__", None) or error for error in errors)
-        for fault in [cause.fault for cause in causes if isinstance(cause, UserCodeError)]:
-            if fault.reason in self._reported:
+        for fault in faults:
+            if fault is None or fault.reason in self._reported:
                 continue
             self._reported.add(fault.reason)
             LOG.error("%s", fault.traceback)

@@ -17,19 +17,18 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
-from flwr.server.client_proxy import ClientProxy
+from flwr.common import Code, FitRes, Parameters, ndarrays_to_parameters
 
 from fedhet.base.arrays import Array, Arrays, group, grouped
-from fedhet.base.errors import ReportedError
+from fedhet.base.errors import KnowledgeError, one_line
 from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
-from fedhet.runs.measures import BUDGET_EXHAUSTED, Measured, read_measures
+from fedhet.runs.measures import BUDGET_EXHAUSTED, WORK, read_measures
 from fedhet.runs.storage import Metadata
 from fedhet.runs.units import plural
-from fedhet.server.calls import Failures, name_of, reasons
+from fedhet.server.calls import NOTHING, CallOutcome, Failure, Result
 from fedhet.server.members import Member
-from fedhet.server.reply import Magnitudes, Reply, SpooledPayload, bytes_of, from_outside
+from fedhet.server.reply import Reply, from_outside
 from fedhet.server.round import RoundState
 from fedhet.wire.encodings import Coder, Encoded, RngKey
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -37,7 +36,6 @@ from fedhet.wire.knowledge import (
     Envelope,
     Knowledge,
     Packing,
-    check_size,
     decode,
     digest_of,
     encode,
@@ -344,22 +342,59 @@ class Codec:
             if training:
                 self._calls.close(name, round)
 
-    # Methods for replies, which convert Flower's FitRes and EvaluateRes to Reply and Measured.
+    def bytes_sent(self, client: str) -> int:
+        """Return the size of the last instruction to train that was encoded for a client."""
+        return self._sizes[client, True][1]
 
-    def decode_all(
-        self,
-        results: Sequence[tuple[ClientProxy, FitRes]],
-        failures: Failures,
-        members: Mapping[str, Member],
+    # Methods for replies, which convert Flower's results to CallOutcome and then to Reply.
+
+    def read(
+        self, client: ClientInfo, kinds: Sequence[str], result: Result, round: int
+    ) -> CallOutcome:
+        """Decode a client's result when it arrives. Pools call this method from several threads.
+
+        An invalid result, and an error that the client reports, are recorded in the outcome.
+
+        Args:
+            client: The client.
+            kinds: Kinds of models that the client evaluates.
+            result: The client's reply or evaluation, in Flower's format.
+            round: The round of the instruction.
+        """
+        name, metrics, knowledge = client.name, result.metrics, Knowledge()
+        parameters = result.parameters if isinstance(result, FitRes) else NOTHING
+        outcome = CallOutcome(name, round, bytes_received=payload_bytes(parameters))
+        try:
+            with from_outside(name):
+                if result.status.code != Code.OK or "error" in metrics:
+                    error = one_line(str(metrics.get("error", result.status.message))[:300])
+                    # A client without a privacy budget is not at fault.
+                    failure: Failure | None
+                    failure = None if metrics.get(BUDGET_EXHAUSTED) is True else "error"
+                    return replace(outcome, error=error or "failed", failure=failure)
+                if isinstance(result, FitRes):
+                    arrays = read_arrays(parameters, name, self._max_bytes)
+                    bases = self._calls.bases_of(name)
+                    envelope, knowledge = decode(arrays, name, bases, self._max_bytes)
+                    run, method = self._run, self._method.name
+                    expect(envelope, run=run, method=method, round=round, sender=name)
+                metric_names = measured_names(self._metrics, client.classes // self._per_target)
+                measured = read_measures(name, metrics, kinds, metric_names)
+        except KnowledgeError as error:
+            return replace(outcome, error=error.reason or "failed", failure="refused")
+        work = float(metrics.get(WORK, 0.0))
+        return replace(outcome, knowledge=knowledge, measured=measured, samples_processed=work)
+
+    def replies(
+        self, outcomes: Iterable[CallOutcome], members: Mapping[str, Member]
     ) -> Iterator[Reply]:
-        """Yield the decoded replies of the round, sorted by client.
+        """Yield the valid replies of the round, sorted by client.
 
         A client is dropped from the round if it sent no reply or if its reply cannot be decoded. A
         late reply is ignored, without consequences for the client, if the client has left, the
         method cannot use late replies, or the reply is too old.
         """
-        result_of = {name_of(proxy): result for proxy, result in results}
-        why_silent = reasons(failures)
+        outcome_of = {outcome.client: outcome for outcome in outcomes}
         for name in self._state.expected:
             age, why_unused = self._state.age_of(name), ""
             if age and name not in members:
@@ -369,59 +404,20 @@ class Codec:
             elif age > self._max_age:
                 why_unused = f"it is {plural(age, 'round')} old ('pace.max-age' = {self._max_age})"
             round = self._state.record.round - age
-            if name not in result_of:
-                reason = why_silent.get(name, "did not reply in time")
+            outcome = outcome_of.get(name)
+            if outcome is None or outcome.failure == "silent":
+                reason = outcome.error if outcome else "did not reply in time"
                 self._state.drop_client(name, reason, "silent")
-            elif why_unused:
-                self._state.notice(
-                    f"client {name}'s reply for round {round} was discarded: {why_unused}"
-                )
-                self._state.count_received(bytes_of(result_of[name].parameters))
             else:
-                with self._state.drop_on_error(name):
-                    yield self.decode(members[name].info, result_of[name])
+                self._state.count_received(outcome.bytes_received)
+                if why_unused:
+                    self._state.notice(
+                        f"client {name}'s reply for round {round} was discarded: {why_unused}"
+                    )
+                elif outcome.error:
+                    self._state.drop_client(name, outcome.error, outcome.failure)
+                else:
+                    sent, _ = self._calls.sent(name, round)
+                    content = outcome.knowledge, outcome.measured, outcome.magnitudes
+                    yield Reply(members[name].info, *content, age, sent)
             self._calls.close(name, round)
-
-    def decode(self, client: ClientInfo, result: FitRes) -> Reply:
-        """Decode a client's reply, which may be late. Raises KnowledgeError if it is invalid."""
-        payload, name = result.parameters, client.name
-        magnitudes: Magnitudes | None = None
-        age = self._state.age_of(name)
-        round = self._state.record.round - age
-        with from_outside(name):
-            self._state.count_received(bytes_of(payload))
-            if result.status.code != Code.OK or "error" in result.metrics:
-                raise _reported_error(name, result.metrics, result.status.message)
-            if isinstance(payload, SpooledPayload):
-                envelope, knowledge, magnitudes = payload.open()
-            else:
-                check_size(bytes_of(payload), name, self._max_bytes)
-                arrays, bases = (
-                    read_arrays(payload, name, self._max_bytes),
-                    self._calls.bases_of(name),
-                )
-                envelope, knowledge = decode(arrays, name, bases, self._max_bytes)
-            expect(envelope, run=self._run, method=self._method.name, round=round, sender=name)
-            metric_names = measured_names(self._metrics, client.classes // self._per_target)
-            measured = read_measures(name, result.metrics, self._method.spec.kinds, metric_names)
-        sent, _ = self._calls.sent(name, round)
-        return Reply(client, knowledge, measured, magnitudes, age, sent)
-
-    def decode_evaluation(
-        self, client: ClientInfo, result: EvaluateRes, kinds: Sequence[str]
-    ) -> Measured:
-        """Read a client's measurements for the given kinds of models.
-
-        Raises KnowledgeError if the measurements are invalid or the client reported an error.
-        """
-        with from_outside(client.name):
-            if "error" in result.metrics:
-                raise _reported_error(client.name, result.metrics)
-            metric_names = measured_names(self._metrics, client.classes // self._per_target)
-            return read_measures(client.name, result.metrics, kinds, metric_names)
-
-
-def _reported_error(client: str, metrics: Mapping[str, object], message: str = "") -> ReportedError:
-    """Convert the error that a client reported to an exception."""
-    fault = str(metrics.get("error", message))[:300]
-    return ReportedError(client, fault, spent=metrics.get(BUDGET_EXHAUSTED) is True)

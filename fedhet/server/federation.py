@@ -1,29 +1,27 @@
-"""Flower server and strategy that run the rounds of a method.
+"""Flower server, and the strategy with which it runs the rounds of a method.
 
 In a round, the strategy calls the method's `select` and `instruct`, and `Collector` calls the
-clients. The strategy then decodes the replies, checks them against the contract, passes them
-through the steps of `fedhet.server.steps` (such as simulated attacks and robust aggregation), and
-calls `accept` for each remaining reply. Finally, it calls `aggregate` and evaluates the models.
+clients, whose replies are decoded when they arrive. The strategy then checks the replies against
+the contract, passes them through the steps of `fedhet.server.steps` (such as simulated attacks and
+robust aggregation), and calls `accept` for each remaining reply. Finally, it calls `aggregate` and
+evaluates the models.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
+from flwr.common import EvaluateIns, FitIns, Parameters, Scalar
 from flwr.server import History, Server
 from flwr.server.client_manager import ClientManager
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
-from flwr.server.strategy import Strategy
 
 from fedhet.base.arrays import check_dtypes
 from fedhet.base.errors import (
@@ -46,15 +44,14 @@ from fedhet.runs.measures import Measured, by_score_key, count_tested, mean_metr
 from fedhet.runs.records import Headline
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import (
+    LOG,
     NOTHING,
-    Failures,
+    CallOutcome,
     NamedProxy,
     RoundResults,
     UserCodeFault,
     UserCodeFaults,
     is_user_code_error,
-    name_of,
-    reasons,
 )
 from fedhet.server.codec import Codec, InstructionEncoder, without_versions
 from fedhet.server.members import HELD_OUT_KINDS, ClientHealth, HeldOutClients, Member, Members
@@ -77,12 +74,6 @@ PACE = "pace"
 """Checkpoint metadata key for the calls in progress and the history of client selection."""
 CALLS_PER_WORKER = 2
 """Concurrent calls per worker: one client trains, and the next client waits for the worker."""
-FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
-EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
-
-
-class _StoppedEarly(Exception):  # noqa: N818
-    """Raised to end Flower's loop over the rounds early."""
 
 
 class FederationServer(Server):
@@ -95,23 +86,33 @@ class FederationServer(Server):
     def __init__(
         self, config: Config, log: RunLog, manager: ClientManager, data: RunData | None = None
     ) -> None:
+        super().__init__(client_manager=manager)
         self._strategy = MethodStrategy(config, log, data)
-        super().__init__(client_manager=manager, strategy=self._strategy)
         self.set_max_workers(min(config.run.clients, CALLS_PER_WORKER * log.workers))
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
         """Run the remaining rounds, and write the summary.
 
-        Raises FedhetError if a custom method failed, or if the run has no result because no client
-        replied or could be evaluated in the last rounds. The run's directory records the reason.
+        Returns:
+            An empty history, because the run's directory contains the metrics, and the duration in
+            seconds.
+
+        Raises:
+            FedhetError: If a custom method failed, or if the run has no result because no client
+                replied or could be evaluated in the last rounds. The run's directory records the
+                reason.
         """
-        result: tuple[History, float] = (History(), 0.0)
+        started = time.perf_counter()
         self._strategy.collector.open(self.max_workers or 1)
         with contextlib.closing(self._log):
             try:
-                with contextlib.suppress(_StoppedEarly):
-                    result = super().fit(num_rounds - self._log.done, timeout)
+                self._strategy.begin(self.client_manager())
+                for number in range(self._log.done + 1, num_rounds + 1):
+                    if number > self._log.last_round:
+                        break
+                    LOG.info("[ROUND %s]", number)
+                    self._run_round(number, timeout)
                 if fault := self._log.missing_result():
                     raise FedhetError(fault)
             except Exception as error:
@@ -123,7 +124,18 @@ class FederationServer(Server):
             finally:
                 self._strategy.collector.close()
             self._log.finish()
-        return result
+        return History(), time.perf_counter() - started
+
+    def _run_round(self, number: int, timeout: float | None) -> None:
+        """Run the training of a round, and its evaluation."""
+        strategy = self._strategy
+        collector, manager = strategy.collector, self.client_manager()
+        instructions = strategy.configure_fit(number, manager)
+        if instructions or collector.clients_at_work:
+            needed = strategy.state.needed
+            strategy.aggregate_fit(number, collector.fit(number, instructions, needed, timeout))
+        if evaluations := strategy.configure_evaluate(number):
+            strategy.aggregate_evaluate(collector.evaluate(number, evaluations, timeout))
 
     def _reported(self, error: Exception) -> Exception:
         """Return the error with which the run fails.
@@ -135,7 +147,7 @@ class FederationServer(Server):
         if isinstance(error, FedhetError) or method.name in shipped_names():
             return error
         fault = UserCodeFault.from_exception(error)
-        logging.getLogger("flwr").error("%s", fault.traceback)
+        LOG.error("%s", fault.traceback)
         in_file = (self._log.directory / "flower.log").exists()
         where = "The run's flower.log" if in_file else "The server's log"
         place = error_location(error, method.modules[0])
@@ -146,32 +158,9 @@ class FederationServer(Server):
         reported.add_note(fault.user_frames)
         return reported
 
-    def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Run the training of a round. Flower counts `server_round` from the last resume."""
-        number, strategy = self._log.done + server_round, self._strategy
-        if number > self._log.last_round:
-            raise _StoppedEarly
-        instructions = strategy.configure_fit(number, self.parameters, self.client_manager())
-        if not instructions and not strategy.collector.clients_at_work:
-            return None
-        replies = strategy.collector.fit(number, instructions, strategy.state.needed, timeout)
-        strategy.close_round(replies)
-        parameters, metrics = strategy.aggregate_fit(number, replies.results, replies.failures)
-        return parameters, metrics, (replies.results, [*replies.failures])
 
-    def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Run the evaluation of a round. Flower counts `server_round` from the last resume."""
-        number, strategy = self._log.done + server_round, self._strategy
-        instructions = strategy.configure_evaluate(number, self.parameters, self.client_manager())
-        if not instructions:
-            return None
-        replies = strategy.collector.evaluate(number, instructions, timeout)
-        loss, metrics = strategy.aggregate_evaluate(number, replies.results, replies.failures)
-        return loss, metrics, (replies.results, [*replies.failures])
-
-
-class MethodStrategy(Strategy):
-    """Flower strategy that runs the rounds of a run and calls the hooks of its method."""
+class MethodStrategy:
+    """Server side of a run, which calls the hooks of its method in each round."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         self.method: HetStrategy = config.method.strategy(config, log, data)
@@ -182,10 +171,10 @@ class MethodStrategy(Strategy):
         engine, pace, spec = config.run.engine, config.run.pace, method.spec
         limit = int(engine.max_payload_mb * 1e6)
         keep_all = pace.may_be_late and spec.late != "refused"
-        calls = OpenCalls(log.directory, log.run_name, limit, keep_all=keep_all)
+        calls = OpenCalls(log.directory, log.run_name, keep_all=keep_all)
         health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health, Headline.declared_by(spec), calls)
-        # The codec encodes instructions and decodes replies. The spool stores replies on disk.
+        # The codec encodes instructions and decodes replies. The spool stores weights on disk.
         self._codec = Codec(
             log.run_name,
             config.method,
@@ -204,7 +193,7 @@ class MethodStrategy(Strategy):
             self._unmasking = Unmasking(
                 config, log.run_name, self.state, log.directory, engine.join_timeout
             )
-        self._spool = ReplySpool(log.directory / "inbox", limit, replies, calls.bases_of)
+        self._spool = ReplySpool(log.directory / "inbox", replies)
         self._used_spool = self._spool if spec.large_messages or replies.weights else None
         # Limit the number of large instructions that exist at the same time.
         self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
@@ -212,9 +201,9 @@ class MethodStrategy(Strategy):
         self._instruct_error: Exception | None = None
         """Error in the creation of a large instruction, which occurred in another thread."""
 
-    # Flower's interface, in the order of a round.
+    # Methods in the order of a round.
 
-    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+    def begin(self, client_manager: ClientManager) -> None:
         """Wait for clients, read their descriptions, and initialize the method."""
         method = self.method
         self.log.waiting(f"waiting for {method.run.clients} clients to load data and build models")
@@ -252,11 +241,10 @@ class MethodStrategy(Strategy):
         method.init()
         if self.log.resumed:
             self._resume(self.log.resumed)
-        return NOTHING
 
     def configure_fit(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, FitIns]]:
+        self, server_round: int, client_manager: ClientManager
+    ) -> list[tuple[NamedProxy, FitIns]]:
         """Select the clients of a round, and return an instruction for each client."""
         method = self.method
         self.state.start(server_round)
@@ -289,7 +277,7 @@ class MethodStrategy(Strategy):
         if self._is_evaluated(server_round) and not method.evaluates_after(server_round):
             evaluating = selection.training
         selected = [method.members[name] for name in selection.names]
-        calls: list[tuple[ClientProxy, FitIns]] = []
+        calls: list[tuple[NamedProxy, FitIns]] = []
         if not method.spec.large_messages:
             instructions = {m.info.name: method.instruct(server_round, m.info) for m in selected}
             check_instructions(method, self.state, server_round, instructions, method.members)
@@ -327,36 +315,33 @@ class MethodStrategy(Strategy):
         return self._codec.encode_all(round, instructions, differences=False)[client.name]
 
     def _proxy(self, member: Member, **options: Any) -> NamedProxy:
-        """Return the proxy that sends a message to a member."""
-        name = member.info.name
+        """Return the recipient of a message to a member."""
+        name, method = member.info.name, self.method
+        kinds = HELD_OUT_KINDS if name in self._held_out.names else method.spec.kinds
         return NamedProxy(
             name,
             member.proxy,
+            partial(self._codec.read, member.info, kinds),
             on_reply=self.log.client_answered,
             message_without_base=partial(self._codec.message_without_base, name),
             spool=self._used_spool,
             **options,
         )
 
-    def close_round(self, results: RoundResults) -> None:
-        """Record the clients that replied before the round closed, and the late clients."""
-        self.state.record_results(results, quiet=self.method.run.pace.is_simulated)
-        self.method.sampler.record_durations(results.seconds)
-
-    def aggregate_fit(
-        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
-    ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Decode and check the replies, and aggregate the replies that the method accepts."""
+    def aggregate_fit(self, server_round: int, results: RoundResults) -> None:
+        """Check the replies of a round, and aggregate the replies that the method accepts."""
         method = self.method
+        self.state.record_results(results, quiet=method.run.pace.is_simulated)
+        method.sampler.record_durations(results.seconds)
         self.state.clock.stop_waiting()
         if self._instruct_error is not None:
             raise self._instruct_error
-        self._code_faults.report(failures)
+        self._code_faults.report(outcome.code_fault for outcome in results.outcomes)
         torch.set_num_threads(method.run.engine.threads)  # Another thread may have changed it.
         with self._spool.open_replies():
             trained = {*self.state.selection.training, *self.state.calls.late_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
-            replies: Iterable[Reply] = self._codec.decode_all(results, failures, method.members)
+            replies: Iterable[Reply] = self._codec.replies(results.outcomes, method.members)
             instruct = partial(method.instruct, server_round)
             run, spec, sizes, members = method.run, method.spec, method.sizes, method.members
             steps = steps_of(run, spec, sizes, self.state, members, instruct, self._unmasking)
@@ -380,7 +365,6 @@ class MethodStrategy(Strategy):
                         raise TypeError(f"aggregate must return a mapping, got {metrics!r:.100}")
                     self.state.add_metrics(metrics, declared=method.spec.metrics)
                     self.state.add_metrics(mean_metrics([r.measured.metrics for r in accepted]))
-        return NOTHING, dict(self.state.record.method)
 
     def _accept(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """Yield the replies that the method accepts."""
@@ -395,13 +379,7 @@ class MethodStrategy(Strategy):
                 method.sampler.record_reply(reply, self.state.record.round)
                 yield accepted
 
-    def evaluate(self, server_round: int, parameters: Parameters) -> None:
-        """Do nothing, because the server's models are evaluated when the round closes."""
-        return
-
-    def configure_evaluate(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+    def configure_evaluate(self, server_round: int) -> list[tuple[NamedProxy, EvaluateIns]]:
         """Return an instruction for each client that evaluates after the round."""
         method = self.method
         instructions: dict[str, Knowledge] = {}
@@ -422,7 +400,7 @@ class MethodStrategy(Strategy):
             method, self.state, server_round, instructions, all_members, training=False
         )
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        calls: list[tuple[ClientProxy, EvaluateIns]] = [
+        calls: list[tuple[NamedProxy, EvaluateIns]] = [
             (
                 self._proxy(all_members[name]),
                 EvaluateIns(payload, {"unseen": True} if name in held_out else {}),
@@ -432,25 +410,16 @@ class MethodStrategy(Strategy):
         self.state.clock.start_waiting()
         return calls
 
-    def aggregate_evaluate(
-        self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
-    ) -> tuple[float | None, dict[str, Scalar]]:
+    def aggregate_evaluate(self, outcomes: Sequence[CallOutcome]) -> None:
         """Record the clients' evaluations and close the round."""
-        method = self.method
         self.state.clock.stop_waiting()
-        self._code_faults.report(failures)
-        for name, reason in sorted(reasons(failures).items()):
-            self.state.skip_evaluation(name, reason, "silent")
-        all_members = method.members | self._held_out.members
-        result_of = {name_of(proxy): result for proxy, result in results}
-        for name, result in sorted(result_of.items()):
-            with self.state.skip_evaluation_on_error(name):
-                held_out, info = name in self._held_out.names, all_members[name].info
-                kinds = HELD_OUT_KINDS if held_out else method.spec.kinds
-                measured = self._codec.decode_evaluation(info, result, kinds)
-                self.state.record_measured(name, measured)
+        self._code_faults.report(outcome.code_fault for outcome in outcomes)
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.client):
+            if outcome.error:
+                self.state.skip_evaluation(outcome.client, outcome.error, outcome.failure)
+            else:
+                self.state.record_measured(outcome.client, outcome.measured)
         self._finish_round()
-        return None, {}
 
     # Private helpers.
 

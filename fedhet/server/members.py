@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from flwr.common import Code, GetPropertiesIns
@@ -27,7 +26,7 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.models import base_of, is_registered, shapes
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
 from fedhet.runs.units import plural
-from fedhet.server.calls import UserCodeFaults
+from fedhet.server.calls import Failure, UserCodeError, UserCodeFault, UserCodeFaults
 from fedhet.server.nodes import display_name, registered_name, retrying
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.run import RunSettings, held_out_clients
@@ -39,8 +38,6 @@ Task = tuple[int, str, tuple[int, ...]]
 """Task of a client: number of classes, sample kind, and sample shape."""
 MAX_VALUES = 2**24
 """Maximum number of values in one sample."""
-Outcome = Literal["silent", "error", "refused"]
-"""Kind of a client's failure in a round: no reply, a reported error, or a rejected reply."""
 MAX_BACKOFF = 16
 """Maximum number of rounds between two calls to a client or a node that does not reply."""
 
@@ -147,7 +144,7 @@ class Members:
         notice: Callable[[str], None],
         rules: Admission | None = None,
         samples_cap: float = 0.0,
-        on_errors: Callable[[Iterable[object]], None] | None = None,
+        on_faults: Callable[[Iterable[UserCodeFault]], None] | None = None,
         task_name: str = CLASSIFICATION.name,
     ) -> None:
         """Create an empty federation.
@@ -159,10 +156,10 @@ class Members:
             rules: Requirements for descriptions.
             samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
                 the median over all members; 0 means no limit.
-            on_errors: Called with the errors of nodes that failed to send a description.
+            on_faults: Called with errors in the code of clients that failed to send a description.
             task_name: Name of the run's task.
         """
-        self._on_errors = on_errors or (lambda errors: None)
+        self._on_faults = on_faults or (lambda faults: None)
         self._timeout = timeout
         self._samples_cap = samples_cap
         self._capped: dict[str, int] = {}
@@ -384,7 +381,8 @@ class Members:
             return f"{display_name(proxy)} is excluded: {fault}"
         except Exception as error:
             # After any transport error, the node may be available again in a later round.
-            self._on_errors([error])
+            if isinstance(error, UserCodeError):
+                self._on_faults([error.fault])
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._num_requests)
             self._any_timeout |= time.monotonic() - started >= self._timeout
@@ -523,7 +521,7 @@ class ClientHealth:
         return "backing off" if round < next_call else ""
 
     def update(
-        self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
+        self, round: int, outcomes: Mapping[str, Failure | None], members: Collection[str]
     ) -> list[str]:
         """Record the outcomes of a round.
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.common import Code, FitRes, Status
 
 from fedhet.base.arrays import Arrays, group, grouped
 from fedhet.base.disk import Folder
 from fedhet.base.errors import StateError
+from fedhet.runs.measures import Measured
 from fedhet.runs.storage import load, load_metadata, save
-from fedhet.server.calls import NOTHING, Call, CallOutcome, NamedProxy
-from fedhet.server.reply import SpooledPayload, StoredPayload, bytes_of
+from fedhet.server.calls import CallOutcome
 from fedhet.wire.identity import is_name
 from fedhet.wire.knowledge import Bases, Envelope, Knowledge
 
@@ -56,9 +55,9 @@ class OpenCall:
     """Time at which the reply arrives on the run's clock; infinity if unknown."""
 
     @property
-    def is_usable(self) -> bool:
-        """Whether the client has replied successfully."""
-        return self.outcome is not None and self.outcome.is_usable
+    def has_reply(self) -> bool:
+        """Whether the client has replied without reporting an error."""
+        return self.outcome is not None and self.outcome.is_reply
 
 
 class OpenCalls:
@@ -67,26 +66,17 @@ class OpenCalls:
     The codec and the pool's threads may call the methods from any thread.
     """
 
-    def __init__(
-        self,
-        directory: Path = Path(),
-        run: str = "",
-        max_bytes: float = math.inf,
-        *,
-        keep_all: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path = Path(), run: str = "", *, keep_all: bool = False) -> None:
         """Create the object without calls.
 
         Args:
             directory: Directory of the run, in which late replies are stored.
             run: Name of the run.
-            max_bytes: Maximum size of a late reply. Of a larger reply, only the size is stored, so
-                the reply is refused later.
             keep_all: Whether to keep the content of every instruction until the reply is used.
                 Otherwise, an instruction is kept only if a reply can refer to its weights.
         """
         self._directory, self._folder = directory, Folder(directory / "late", directory)
-        self._run, self._max_bytes, self._keep_all = run, max_bytes, keep_all
+        self._run, self._keep_all = run, keep_all
         self._lock = threading.Lock()
         self._calls: dict[str, OpenCall] = {}
         self.late_rounds: dict[str, int] = {}
@@ -148,77 +138,69 @@ class OpenCalls:
 
     # Methods for replies.
 
-    def store(self, call: Call, result: FitRes) -> FitRes:
-        """Move a late reply and its instruction to disk, and return the reply without its payload.
+    def store(self, outcome: CallOutcome) -> CallOutcome:
+        """Move a late reply and its instruction to disk, and return the outcome without content.
 
         Raises StateError if a file cannot be written.
         """
-        payload, size = result.parameters, bytes_of(result.parameters)
-        if isinstance(payload, SpooledPayload):
-            payload = payload.read_parameters()
-        arrays = {
-            str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-            for number, data in enumerate(payload.tensors if size <= self._max_bytes else ())
-        }
-        sent, digest = self.sent(call.name, call.round)
-        instruction = sent or Knowledge()
-        base = {
-            name: torch.from_numpy(np.array(value, order="C"))
-            for name, value in instruction.tensors.items()
-        }
+        name, round, measured = outcome.client, outcome.round, outcome.measured
+        kept, _ = self.sent(name, round)
+        reply, sent = outcome.knowledge, kept or Knowledge()
+        tensors = grouped("reply", reply.tensors) | grouped("sent", sent.tensors)
+        scores = [[*key, score] for key, score in measured.scores.items()]
         metadata: dict[str, int | float | str] = {
             "run": self._run,
-            "client": call.name,
-            "round": call.round,
-            "code": result.status.code.value,
-            "message": result.status.message,
-            "samples": result.num_examples,
-            "metrics": json.dumps(dict(result.metrics), default=repr),
-            "arrays": len(arrays),
-            "size": size,
-            "sent": sent is not None,
-            "digest": digest,
-            "scalars": json.dumps(dict(instruction.scalars)),
+            "client": name,
+            "round": round,
+            "size": outcome.bytes_received,
+            "error": outcome.error,
+            "failure": outcome.failure or "",
+            "measured": json.dumps({**vars(measured), "scores": scores}),
+            "scalars": json.dumps(dict(reply.scalars)),
+            "has_sent": kept is not None,
+            "sent_scalars": json.dumps(dict(sent.scalars)),
         }
-        tensors = grouped("payload", arrays) | grouped("sent", base)
-        save(self._file(call.name), tensors, metadata, self._directory)
+        arrays = {key: torch.from_numpy(np.array(v, order="C")) for key, v in tensors.items()}
+        save(self._file(name), arrays, metadata, self._directory)
         with self._lock:
-            if (kept := self._calls.get(call.name)) and kept.round == call.round:
-                kept.sent, kept.digest = None, 0
-        return replace(result, parameters=NOTHING)
+            if (call := self._calls.get(name)) and call.round == round:
+                call.sent, call.digest = None, 0
+        return replace(
+            outcome, knowledge=Knowledge(), measured=Measured({}), magnitudes=None, is_late=True
+        )
 
     def collect(self, client: str, round: int) -> CallOutcome:
         """Return the outcome of a client's call, which `round` uses.
 
-        The instruction is kept until `close`. Raises StateError if a late reply cannot be read.
+        A late reply and its instruction are read from disk. The instruction is kept until `close`.
+        Raises StateError if a late reply cannot be read.
         """
         call = self._calls[client]
         outcome, call.outcome, call.is_at_work = call.outcome, None, False
         assert outcome is not None
         if call.round != round:
             self.late_rounds[client] = call.round
-        return self._read_late_reply(outcome, call) if outcome.is_on_disk else outcome
-
-    def _read_late_reply(self, outcome: CallOutcome, call: OpenCall) -> CallOutcome:
-        """Read a late reply and its instruction from disk."""
-        path = self._file(outcome.call.name)
+        if not outcome.is_on_disk:
+            return outcome
+        path = self._file(client)
         tensors, metadata = load(path)
-        payload, base = group(tensors, "payload"), group(tensors, "sent")
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         try:
-            arrays = [payload[str(n)].numpy().tobytes() for n in range(int(metadata["arrays"]))]
-            result = FitRes(
-                Status(Code(metadata["code"]), str(metadata["message"])),
-                StoredPayload(arrays, "numpy.ndarray", int(metadata["size"])),
-                int(metadata["samples"]),
-                json.loads(str(metadata["metrics"])),
+            if metadata["has_sent"]:
+                scalars = json.loads(str(metadata["sent_scalars"]))
+                call.sent = Knowledge(group(arrays, "sent"), scalars)
+            measured = json.loads(str(metadata["measured"]))
+            measured["scores"] = {tuple(key): score for *key, score in measured["scores"]}
+            return replace(
+                outcome,
+                knowledge=Knowledge(group(arrays, "reply"), json.loads(str(metadata["scalars"]))),
+                measured=Measured(**measured),
+                bytes_received=int(metadata["size"]),
+                error=str(metadata["error"]),
+                failure=metadata["failure"] or None,  # type: ignore[arg-type]
             )
-            scalars = json.loads(str(metadata["scalars"]))
-            instruction = Knowledge({name: v.numpy() for name, v in base.items()}, scalars)
-            call.sent = instruction if metadata["sent"] else None
-            call.digest = int(metadata["digest"])
-        except (LookupError, ValueError, TypeError, RecursionError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(f"{path} is not a late reply saved by fedhet: {error!r}") from error
-        return replace(outcome, result=result)
 
     def close(self, client: str, round: int) -> None:
         """Forget a client's call of a round, whose reply was used or cannot arrive."""
@@ -268,8 +250,7 @@ class OpenCalls:
                 if (metadata.get("run"), metadata.get("round")) != (self._run, round):
                     continue
                 began, due = map(float, saved[name][1:] if is_simulated else (0.0, 0.0))
-                result = FitRes(Status(Code.OK, ""), NOTHING, 0, {})
-                outcome = CallOutcome(Call(NamedProxy(name), round, None), result, is_late=True)
+                outcome = CallOutcome(name, round, is_late=True)
                 self._calls[name] = OpenCall(round, None, 0, True, began, outcome, due)
         self._remove(names - self._calls.keys())
 

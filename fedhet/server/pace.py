@@ -20,25 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.common import EvaluateIns, FitIns, FitRes
-from flwr.server.client_proxy import ClientProxy
-
 from fedhet.algorithms.rounds import RECENT, Closing, is_hit, median_duration, replies_to_close
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, StateError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import honest_majority
-from fedhet.server.calls import (
-    Call,
-    CallOutcome,
-    CallPool,
-    ClientFailureError,
-    NamedProxy,
-    RoundResults,
-)
+from fedhet.server.calls import Call, CallOutcome, CallPool, Message, NamedProxy, RoundResults
 from fedhet.server.codec import Codec
 from fedhet.server.open_calls import OpenCalls
-from fedhet.server.reply import ReplySpool, bytes_of
+from fedhet.server.reply import ReplySpool
 from fedhet.settings.engine import DRAWN_CLOCK, PaceSettings
 from fedhet.settings.run import RunSettings
 
@@ -178,8 +168,8 @@ def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[fl
     return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
 
 
-Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
-"""Pairs of a client proxy and a message, as in Flower."""
+Instructions = Sequence[tuple[NamedProxy, Message]]
+"""Pairs of a recipient and a message."""
 
 
 class Collector:
@@ -197,7 +187,8 @@ class Collector:
             run: Settings of the run.
             codec: Codec that counts the bytes of the messages.
             calls: Open calls of the run.
-            spool: Store for the current round's replies on disk; None keeps the replies in memory.
+            spool: Store for the weights in the current round's replies on disk; None keeps them in
+                memory.
         """
         self._pace, self._codec, self._calls, self._spool = run.pace, codec, calls, spool
         self._min_replies = honest_majority(run)[2]
@@ -230,7 +221,7 @@ class Collector:
     def fit(
         self, round: int, instructions: Instructions, needed: int, timeout: float | None
     ) -> RoundResults:
-        """Call clients to train, and return the replies that arrived before the round closed.
+        """Call clients to train, and return the outcomes of calls that finished in time.
 
         Args:
             round: The current round.
@@ -239,7 +230,7 @@ class Collector:
             timeout: Time limit of each call in seconds, or None for no limit.
         """
         began = self._now()
-        calls = _calls(instructions, round, timeout)
+        calls = [Call(proxy, round, message, timeout) for proxy, message in instructions]
         called = {call.name for call in calls}
         self._calls.begin(called, round, began)
         awaits_earlier_calls = self._pace.is_asynchronous or not calls
@@ -254,7 +245,7 @@ class Collector:
             ends = self._now()
         else:
             self._wait(calls, called, Closing(len(calls)))
-            dues = [self._calls[name].due for name in awaited if self._calls[name].is_usable]
+            dues = [self._calls[name].due for name in awaited if self._calls[name].has_reply]
             ends = self._simulated = results.clock = rule.closing_time(dues, began)
         if ends > began:  # A simulated round without a reply takes no time.
             self._durations = [*self._durations, ends - began][-RECENT:]
@@ -264,22 +255,20 @@ class Collector:
 
     def evaluate(
         self, round: int, instructions: Instructions, timeout: float | None
-    ) -> RoundResults:
-        """Call clients to evaluate, and return the replies that arrived before the round closed.
+    ) -> list[CallOutcome]:
+        """Call clients to evaluate, and return the outcomes of calls that finished in time.
 
         On a simulated clock, the evaluation takes no time, and the round waits for all replies.
         """
-        calls = _calls(instructions, round, timeout)
+        calls = [Call(proxy, round, message, timeout) for proxy, message in instructions]
         called, rule = {call.name for call in calls}, Closing(len(calls))
         if self._clock is None:
             rule = closing_of_evaluation(self._pace, len(calls), self._durations)
         self._evaluating |= called
-        results = RoundResults(canceled=self._wait(calls, called, rule))
-        self._codec.cancel(round, results.canceled, training=False)
-        for outcome in self._evaluated:
-            results.add(outcome)
-        self._evaluated = []
-        return results
+        canceled = self._wait(calls, called, rule)
+        self._codec.cancel(round, canceled, training=False)
+        evaluated, self._evaluated = self._evaluated, []
+        return evaluated
 
     # Methods for checkpoints.
 
@@ -311,13 +300,13 @@ class Collector:
         began = time.monotonic()
         at_work = {name: self._calls[name] for name in awaited & self._calls.at_work}
         missing = awaited - {name for name, call in at_work.items() if call.outcome is not None}
-        times = sorted(call.due - began for call in at_work.values() if call.is_usable)
+        times = sorted(call.due - began for call in at_work.values() if call.has_reply)
         self._pool.submit(calls)
         while (seconds := rule.remaining_wait(time.monotonic() - began, times, len(missing))) > 0:
             outcome = self._pool.next_outcome(seconds)
             if outcome is not None and self._receive(outcome) in missing:
-                missing.remove(outcome.call.name)
-                times += [outcome.received_at - began] if outcome.is_usable else []
+                missing.remove(outcome.client)
+                times += [outcome.received_at - began] if outcome.is_reply else []
         canceled = self._pool.cancel_pending()
         self._evaluating -= canceled
         in_progress = [call for call in calls if call.name in missing - canceled]
@@ -330,23 +319,22 @@ class Collector:
 
     def _receive(self, outcome: CallOutcome) -> str:
         """Record a call's outcome, unless it is a late evaluation, and return the client's name."""
-        call = outcome.call
-        if isinstance(call.message, EvaluateIns):
-            self._evaluating.remove(call.name)
+        name = outcome.client
+        if name in self._evaluating:
+            self._evaluating.remove(name)
             self._evaluated += [] if outcome.is_late else [outcome]
-            return call.name
-        open_call, due = self._calls[call.name], outcome.received_at
+            return name
+        call, due = self._calls[name], outcome.received_at
         if self._clock is not None:
-            due = open_call.began  # A failure takes no simulated time.
-            if outcome.is_usable and isinstance(outcome.result, FitRes):
-                size = outcome.bytes_sent + bytes_of(outcome.result.parameters)
-                work = outcome.samples_processed
-                due += self._clock.seconds(call.name, call.round, work, size)
-        open_call.outcome, open_call.due = outcome, due
-        return call.name
+            due = call.began  # A failure takes no simulated time.
+            if outcome.is_reply:
+                size = self._codec.bytes_sent(name) + outcome.bytes_received
+                due += self._clock.seconds(name, call.round, outcome.samples_processed, size)
+        call.outcome, call.due = outcome, due
+        return name
 
     def _collect(self, name: str, round: int, ends: float, results: RoundResults) -> None:
-        """Add a client's reply to the round's results if it arrived before the round closed.
+        """Add a call's outcome to the round's results if the call finished before the round closed.
 
         On a simulated clock, a reply that is due after the round closed is stored on disk.
         """
@@ -355,27 +343,15 @@ class Collector:
         if outcome is None:
             return
         if call.due > ends:
-            if isinstance(outcome.result, FitRes) and not outcome.is_on_disk:
-                stored = self._calls.store(outcome.call, outcome.result)
-                call.outcome = replace(outcome, result=stored, is_late=True)
+            if not outcome.is_late and outcome.failure != "silent":
+                call.outcome = self._calls.store(outcome)
             return
-        if outcome.call.message is not None or self._clock is not None:
+        if self._clock is not None or math.isfinite(outcome.received_at):
             results.seconds[name] = call.due - call.began
         try:
-            outcome = self._calls.collect(name, round)
-            if outcome.is_on_disk and self._spool is not None:
-                assert isinstance(outcome.result, FitRes)
-                spooled = self._spool.put(name, outcome.result.parameters)
-                outcome = replace(outcome, result=replace(outcome.result, parameters=spooled))
+            late, outcome = outcome.is_on_disk, self._calls.collect(name, round)
+            if late and self._spool is not None:
+                outcome = self._spool.put(outcome)
         except (StateError, OSError) as error:
-            failure = ClientFailureError(name, str(error))
-            outcome = replace(outcome, result=None, error=failure)
-        results.add(outcome)
-
-
-def _calls(instructions: Instructions, round: int, timeout: float | None) -> list[Call]:
-    return [
-        Call(proxy, round, message, timeout)
-        for proxy, message in instructions
-        if isinstance(proxy, NamedProxy)
-    ]
+            outcome = CallOutcome(name, call.round).failed(error)
+        results.outcomes.append(outcome)

@@ -1,24 +1,25 @@
 """Client replies before the method receives them, in memory or on disk.
 
-A reply that contains weights is decoded and written to a file when it arrives. When its weights are
-used, they are mapped from the file one tensor at a time, so the server's memory does not grow with
-the number of clients. Only the codec needs to know whether a payload is in memory or on disk.
+A reply is decoded once, when it arrives, into a `CallOutcome`. `Codec.replies` converts it to the
+`Reply` that the method receives, in the round that uses it.
+
+The weights in a reply are written to a file. When they are used, they are mapped from the file one
+tensor at a time, so the server's memory does not grow with the number of clients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import numpy as np
-from flwr.common import Parameters, ndarrays_to_parameters
 
 from fedhet.algorithms.rounds import staleness_weight
 from fedhet.base.arrays import Array, OnDemand
@@ -32,24 +33,16 @@ from fedhet.base.errors import (
     error_text,
 )
 from fedhet.runs.measures import Measured
+from fedhet.server.calls import CallOutcome
 from fedhet.wire.contract import Contract
 from fedhet.wire.encodings import STATISTICS
 from fedhet.wire.identity import ClientInfo
-from fedhet.wire.knowledge import (
-    Bases,
-    Envelope,
-    Knowledge,
-    check_size,
-    decode,
-    encode,
-    no_bases,
-    payload_bytes,
-    read_arrays,
-    read_npy,
-)
+from fedhet.wire.knowledge import Knowledge
 
 Magnitudes = Mapping[str, float]
 """Root mean square of each floating-point part (`part_of`) of a reply."""
+ALIGNMENT = 64
+"""Alignment of the tensors in a file of weights, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -180,49 +173,47 @@ def from_outside(sender: str) -> Iterator[None]:
         raise KnowledgeError(sender, REPLY, fault) from error
 
 
-def bytes_of(payload: Parameters) -> int:
-    """Return the size of a payload as it was received, in bytes."""
-    return payload.size if isinstance(payload, StoredPayload) else payload_bytes(payload)
-
-
-class StoredPayload(Parameters):
-    """The payload of a reply that may have been decoded before it was written to disk."""
-
-    def __init__(self, tensors: list[bytes], tensor_type: str, size: int) -> None:
-        super().__init__(tensors=tensors, tensor_type=tensor_type)
-        self.size = size
-        """Size of the payload as it was received, in bytes."""
-
-
 class ReplySpool:
-    """Directory that contains the replies of one round, in at most one file per client."""
+    """Directory that contains the weights of a round's replies, in at most one file per client."""
 
-    def __init__(
-        self,
-        directory: Path,
-        max_bytes: int,
-        contract: Contract,
-        bases_of: Callable[[str], Bases] = lambda client: no_bases,
-    ) -> None:
+    def __init__(self, directory: Path, contract: Contract) -> None:
         """Create the spool.
 
         Args:
             directory: Path of the directory, which is created with the first reply.
-            max_bytes: Maximum size of a reply; a larger reply is not written.
             contract: Contract of the replies, which declares the tensors that are weights.
-            bases_of: Function that maps a client's name to a function that finds the base weights
-                of the client's reply.
         """
         self._directory = Folder(directory, directory.parent, private=True)
-        self._max_bytes, self._bases_of = max_bytes, bases_of
         self._weights = tuple(f"{name}/" for name in contract.weights)
 
-    def put(self, client: str, payload: Parameters) -> SpooledPayload:
-        """Decode a client's reply and write it to disk. Raises OSError if writing fails."""
-        bases = self._bases_of(client)
-        return SpooledPayload(
-            client, payload, self._directory, self._max_bytes, self._weights, bases
-        )
+    def put(self, outcome: CallOutcome) -> CallOutcome:
+        """Write the weights of a reply to disk, and measure the magnitudes of the reply.
+
+        Each access to a weight maps it from the file, until the spool is cleared. Other tensors
+        stay in memory. A failed outcome is returned unchanged. Raises OSError if writing fails.
+        """
+        if outcome.error:
+            return outcome
+        client, start = outcome.client, 0
+        tensors, sources = outcome.knowledge.tensors, dict[str, Array | Callable[[], Array]]()
+        try:
+            written = self._directory.open(client, os.O_WRONLY | os.O_TRUNC, 0o600)
+            with os.fdopen(written, "wb") as file:
+                for name, value in tensors.items():
+                    if name.startswith(self._weights) and value.size:
+                        order: Literal["C", "F"] = "C" if value.flags.c_contiguous else "F"
+                        file.seek(start)
+                        file.write(value.ravel(order).view(np.uint8).data)
+                        where = value.dtype, value.shape, order, start
+                        sources[name] = partial(self._mapped, client, *where)
+                        start += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+                    else:
+                        sources[name] = value.copy()
+        except OSError:
+            self._directory.remove([client])
+            raise
+        knowledge = Knowledge(OnDemand(sources), outcome.knowledge.scalars)
+        return replace(outcome, knowledge=knowledge, magnitudes=magnitudes_of(outcome.knowledge))
 
     @contextlib.contextmanager
     def open_replies(self) -> Iterator[None]:
@@ -236,91 +227,27 @@ class ReplySpool:
         """Remove all replies, including replies left behind by a killed server process."""
         self._directory.clear()
 
-
-class SpooledPayload(StoredPayload):
-    """The payload of a reply, which is written to disk instead of being kept in memory.
-
-    The payload is decoded once, when the reply arrives. Tensors other than weights stay in memory.
-    Weights are mapped from the file each time they are used, until the spool is cleared.
-    """
-
-    def __init__(
+    def _mapped(
         self,
         client: str,
-        payload: Parameters,
-        directory: Folder,
-        max_bytes: int,
-        weights: tuple[str, ...],
-        bases: Bases,
-    ) -> None:
-        super().__init__([], payload.tensor_type, bytes_of(payload))
-        self._path = directory.path / client
-        self._content: tuple[Envelope, Knowledge, Magnitudes] | None = None
-        """Decoded content, or None if the payload cannot be decoded."""
-        self._fault = "", ""
-        """Field and text of the decoding error. The exception itself would keep its frames in
-        memory."""
-        self._offsets: list[tuple[int, int]] = []
-        """Start and end of each array in the file."""
-        try:
-            with from_outside(client):
-                check_size(self.size, client, max_bytes)
-                arrays = read_arrays(payload, client, max_bytes)
-                envelope, knowledge = decode(arrays, client, bases, max_bytes)
-                magnitudes = magnitudes_of(knowledge)
-                # Write the decoded tensors if some tensors were sent with an encoding.
-                if [*map(id, knowledge.tensors.values())] != [*map(id, arrays[1:])]:
-                    payload = ndarrays_to_parameters(encode(envelope, knowledge))
-                ends = list(accumulate(map(len, payload.tensors)))
-                self._offsets = list(zip([0, *ends], ends, strict=False))
-                sources: dict[str, Array | Callable[[], Array]] = {}
-                for number, (name, value) in enumerate(knowledge.tensors.items(), 1):
-                    mapped = name.startswith(weights) and value.size
-                    sources[name] = partial(self._array, number) if mapped else value.copy()
-                knowledge = Knowledge(OnDemand(sources), knowledge.scalars)
-                self._content = envelope, knowledge, magnitudes
-        # The error is raised again when the round's replies are opened.
-        except KnowledgeError as error:
-            self._fault = error.field, error.fault
-            return
-        try:
-            written = directory.open(client, os.O_WRONLY | os.O_TRUNC, 0o600)
-            with os.fdopen(written, "wb") as file:
-                file.writelines(payload.tensors)
-        except OSError:
-            directory.remove([client])
-            raise
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        order: Literal["C", "F"],
+        start: int,
+    ) -> Array:
+        """Map a tensor from a client's file.
 
-    def open(self) -> tuple[Envelope, Knowledge, Magnitudes]:
-        """Return the envelope, the content, and the magnitudes of the content.
-
-        Raises KnowledgeError if the payload is invalid or too large.
+        Raises StateError if there is no such file, and KnowledgeError if the file is too short.
         """
-        if self._content is None:
-            raise KnowledgeError(self._path.name, *self._fault)
-        size = self._offsets[-1][1] if self._offsets else 0
-        if len(self._mapped()) != size:
-            fault = f"its file has changed: expected {size} bytes, got {len(self._mapped())}"
-            raise KnowledgeError(self._path.name, "payload", fault)
-        return self._content
-
-    def read_parameters(self) -> Parameters:
-        """Return the payload, read from the disk into memory."""
-        content = self._mapped()
-        return Parameters([bytes(content[a:b]) for a, b in self._offsets], self.tensor_type)
-
-    def _array(self, number: int) -> Array:
-        start, end = self._offsets[number]
-        return read_npy(self._mapped()[start:end], self._path.name, f"array {number}")
-
-    def _mapped(self) -> memoryview:
-        if not self._offsets:
-            return memoryview(b"")
+        path = self._directory.path / client
         try:
-            with self._path.open("rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError) as error:
+            return np.asarray(np.memmap(path, dtype, "r", start, shape, order))
+        except OSError as error:
             raise StateError(
-                f"cannot read the reply of {self._path.name}: {error_reason(error)}. A method "
+                f"cannot read the reply of {client}: {error_reason(error)}. A method "
                 "that uses the weights of a reply after the round must copy them."
             ) from error
+        except ValueError as error:
+            end = start + math.prod(shape) * dtype.itemsize
+            fault = f"its file has changed: expected at least {end} bytes ({error})"
+            raise KnowledgeError(client, "payload", fault) from None

@@ -17,7 +17,6 @@ from fedhet.base.errors import (
     DivergedError,
     FedhetError,
     KnowledgeError,
-    ReportedError,
     StateError,
     error_text,
     one_line,
@@ -25,8 +24,8 @@ from fedhet.base.errors import (
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, relative, spread, summarize
 from fedhet.runs.records import VALIDATION, ByMetric, Headline, RoundRecord, Seconds
-from fedhet.server.calls import RoundResults
-from fedhet.server.members import ClientHealth, Outcome
+from fedhet.server.calls import Failure, RoundResults
+from fedhet.server.members import ClientHealth
 from fedhet.server.open_calls import OpenCalls
 from fedhet.server.reply import Magnitudes, medians
 from fedhet.settings.run import RunSettings
@@ -101,7 +100,7 @@ class RoundState:
         self._epsilon: dict[str, float] = {}
         """Privacy budget epsilon that the run has consumed, for each client with private
         training."""
-        self._outcomes: dict[str, Outcome] = {}
+        self._failures: dict[str, Failure] = {}
         """Failures in the current round, by client."""
         self._misconduct: set[str] = set()
         """Clients whose replies have made sums useless in the current round."""
@@ -112,7 +111,7 @@ class RoundState:
         """Start a round."""
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
-            self._outcomes, self._magnitudes, self._misconduct = {}, {}, set()
+            self._failures, self._magnitudes, self._misconduct = {}, {}, set()
             self.calls.start_round()
             self.clock.start()
 
@@ -196,7 +195,7 @@ class RoundState:
         Excludes clients that were silent in the round, and clients that are backing off or
         excluded, unless they were called in the round. The result is sorted.
         """
-        silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
+        silent = {name for name, failure in self._failures.items() if failure == "silent"}
         excluded = {n for n in names if self.health.exclusion_reason(self.record.round, n)}
         return sorted(set(names) - silent - (excluded - set(self.record.asked)))
 
@@ -236,11 +235,11 @@ class RoundState:
                 self.notice(f"the metric {one_line(name)!r} of the method {notice}")
         self.record.method |= {k: value for k, value in values.items() if math.isfinite(value)}
 
-    def drop_client(self, name: str, reason: str, outcome: Outcome | None) -> None:
-        """Drop a client from the round. `outcome` is None if the client is not at fault."""
+    def drop_client(self, name: str, reason: str, failure: Failure | None) -> None:
+        """Drop a client from the round. `failure` is None if the client is not at fault."""
         reason = one_line(reason)
-        if outcome is not None:
-            self._outcomes[name] = outcome
+        if failure is not None:
+            self._failures[name] = failure
         self.record.failed[name] = reason
         self.notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
@@ -254,7 +253,7 @@ class RoundState:
         try:
             yield
         except KnowledgeError as error:
-            self.drop_client(name, error.reason, _outcome_of(error))
+            self.drop_client(name, error.reason, "refused")
         except FedhetError as error:
             self.drop_client(name, str(error), "refused")
         except (MemoryError, OverflowError, RecursionError) as error:
@@ -266,20 +265,12 @@ class RoundState:
         self._misconduct.add(name)
         self.notice(f"round {self.record.round}: {name} {fault}")
 
-    def skip_evaluation(self, name: str, reason: str, outcome: Outcome | None) -> None:
+    def skip_evaluation(self, name: str, reason: str, failure: Failure | None) -> None:
         """Record that a client could not be evaluated."""
-        if outcome is not None:
-            self._outcomes.setdefault(name, outcome)
+        if failure is not None:
+            self._failures.setdefault(name, failure)
         self.record.unevaluated[name] = one_line(reason)
         self.notice(f"client {name} was not evaluated: {reason}")
-
-    @contextlib.contextmanager
-    def skip_evaluation_on_error(self, name: str) -> Iterator[None]:
-        """Record that a client could not be evaluated if the `with` block raises KnowledgeError."""
-        try:
-            yield
-        except KnowledgeError as error:
-            self.skip_evaluation(name, str(error), _outcome_of(error))
 
     def exclude_outlier(self, name: str, rule: str) -> None:
         """Record that a robust aggregation rule excludes a client's reply from the round.
@@ -305,7 +296,7 @@ class RoundState:
         """
         self.record.answered = list(accepted)
         self.record.ages = {name: age for name in accepted if (age := self.age_of(name))}
-        unable = sum(outcome != "silent" for outcome in self._outcomes.values())
+        unable = sum(failure != "silent" for failure in self._failures.values())
         if unable > len(accepted):
             return self.rollback.formed > self.rollback.good
         if accepted:
@@ -328,20 +319,20 @@ class RoundState:
             f"the server rolls back to its state {state}"
         )
         self.rollback.good = self.rollback.formed = self.record.round
-        self._outcomes = {
-            n: outcome for n, outcome in self._outcomes.items() if outcome == "silent"
+        self._failures = {
+            n: failure for n, failure in self._failures.items() if failure == "silent"
         }
 
     def update_health(self, members: Collection[str]) -> list[str]:
-        """Record the clients' outcomes in the round.
+        """Record the failures of clients in the round.
 
         Returns:
             The clients whose earlier contributions the method must forget.
         """
-        names = (*self.expected, *self._outcomes)
-        outcomes = {name: self._outcomes.get(name) for name in names}
-        outcomes |= dict.fromkeys(self._misconduct, "refused")
-        return self.health.update(self.record.round, outcomes, members)
+        names = (*self.expected, *self._failures)
+        failures = {name: self._failures.get(name) for name in names}
+        failures |= dict.fromkeys(self._misconduct, "refused")
+        return self.health.update(self.record.round, failures, members)
 
     def finish(self, *, evaluated: bool) -> RoundRecord:
         """End the round and return its record, with accuracies if the round was evaluated.
@@ -409,16 +400,6 @@ def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
             ) from error
     else:
         rollback.divergences, rollback.learned_once = 0, True
-
-
-def _outcome_of(error: KnowledgeError) -> Outcome | None:
-    """Return the outcome of a client whose reply caused an error.
-
-    Returns None if the client has no privacy budget left, because it is then not at fault.
-    """
-    if not isinstance(error, ReportedError):
-        return "refused"
-    return None if error.spent else "error"
 
 
 class RoundClock:
