@@ -111,8 +111,6 @@ RUNS = {
 }
 UNEQUAL = {"seconds", "peak_memory_mb", "versions", "commit"}
 """Fields of the records that depend on the machine or name the checkout."""
-ENVELOPE = "payload/0"
-"""Tensor of a stored late reply that contains the run's random name."""
 PROGRAM = """
 import json, os, random, secrets, sys
 import fedhet.report
@@ -257,7 +255,7 @@ def _unequal_tensors(
 ) -> Iterator[str]:
     if set(before) != set(now):
         yield f"{path}: tensors {sorted(set(before) ^ set(now))[:4]}"
-    for name in sorted((set(before) & set(now)) - {ENVELOPE}):
+    for name in sorted(set(before) & set(now)):
         if before[name].dtype != now[name].dtype or before[name].tobytes() != now[name].tobytes():
             yield f"{path}: {name}"
 

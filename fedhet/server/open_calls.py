@@ -156,6 +156,7 @@ class OpenCalls:
             "error": outcome.error,
             "failure": outcome.failure or "",
             "measured": json.dumps({**vars(measured), "scores": scores}),
+            "names": json.dumps([*reply.tensors]),  # The file sorts its tensors.
             "scalars": json.dumps(dict(reply.scalars)),
             "has_sent": kept is not None,
             "sent_scalars": json.dumps(dict(sent.scalars)),
@@ -189,11 +190,12 @@ class OpenCalls:
             if metadata["has_sent"]:
                 scalars = json.loads(str(metadata["sent_scalars"]))
                 call.sent = Knowledge(group(arrays, "sent"), scalars)
+            reply = {name: arrays[f"reply/{name}"] for name in json.loads(str(metadata["names"]))}
             measured = json.loads(str(metadata["measured"]))
             measured["scores"] = {tuple(key): score for *key, score in measured["scores"]}
             return replace(
                 outcome,
-                knowledge=Knowledge(group(arrays, "reply"), json.loads(str(metadata["scalars"]))),
+                knowledge=Knowledge(reply, json.loads(str(metadata["scalars"]))),
                 measured=Measured(**measured),
                 bytes_received=int(metadata["size"]),
                 error=str(metadata["error"]),
