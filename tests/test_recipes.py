@@ -122,7 +122,7 @@ def test_clients_plateau_follows_its_own_training_loss(tmp_path):
     for number in range(1, 8):
         rates.append(rate_in(server, number))
         (client, ins), *_ = server.instruct(number)
-        client.fit(ins, None, number)
+        client.request(ins, None, number)
     falls = [0, 0, 0, 1, 1, 2, 2]  # round 1 is the least so far, 2 waits, 3 lowers, 4 waits, ...
     assert rates == pytest.approx([1e-30 * 0.25**fall for fall in falls], rel=1e-6, abs=0)
 

@@ -152,9 +152,9 @@ def test_clients_descend_the_loss(loss, tmp_path):
     instructions = server.instruct(1)
     for proxy, _ in instructions:
         client_of(proxy).state.restore(server.log.run_name, before=1)
-    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in instructions}
+    before = {p.name: copy.deepcopy(client_of(p).models["private"]) for p, _ in instructions}
     for proxy, _ in server.train(instructions):
-        client, model = client_of(proxy), before[proxy.cid]
+        client, model = client_of(proxy), before[proxy.name]
         for _ in range(2):
             outputs, y = model(client.x), client.y
             errors = y.unsqueeze(2) - outputs.reshape(len(y), 2, -1)

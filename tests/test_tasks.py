@@ -272,7 +272,7 @@ def test_clients_descend_the_mean_squared_error(method, tmp_path):
     instructions = server.instruct(1)
     for proxy, _ in instructions:
         client_of(proxy).state.restore(server.log.run_name, before=1)
-    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in instructions}
+    before = {p.name: copy.deepcopy(client_of(p).models["private"]) for p, _ in instructions}
     for proxy, instruction in instructions:
         if method != "local":
             weights = (
@@ -282,9 +282,9 @@ def test_clients_descend_the_mean_squared_error(method, tmp_path):
                 )[1]
                 .group("weights")
             )
-            before[proxy.cid].load_state_dict({k: torch.tensor(v) for k, v in weights.items()})
+            before[proxy.name].load_state_dict({k: torch.tensor(v) for k, v in weights.items()})
     for proxy, _ in server.train(instructions):
-        client, model = client_of(proxy), before[proxy.cid]
+        client, model = client_of(proxy), before[proxy.name]
         start = [p.detach().clone() for p in model.parameters()]
         for _ in range(2):
             outputs = model(client.x)
@@ -396,13 +396,13 @@ def test_clients_with_the_highest_squared_errors_are_selected(tmp_path):
             client.state.restore(server.log.run_name, before=number)
             client.network.train()  # as in the single step of the epoch
             gap = client.network(client.x).detach().numpy() - client.y.numpy()
-            losses[proxy.cid] = float((gap.astype(float) ** 2).mean())
-            waited[proxy.cid] = number
+            losses[proxy.name] = float((gap.astype(float) ** 2).mean())
+            waited[proxy.name] = number
         server.aggregate(number, server.train(instructions))
         server.close(number)
     assert sorted(waited.values()) == [1, 1, 1, 2, 2, 2]
     highest = sorted(losses, key=lambda name: -losses[name])[:3]
-    selected = [proxy.cid for proxy, _ in server.instruct(3)]
+    selected = [proxy.name for proxy, _ in server.instruct(3)]
     assert sorted(selected) == sorted(highest), losses
 
 
