@@ -806,6 +806,10 @@ def test_site_faults(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", x=np.ones((2, 2)), y=np.arange(2))
     assert "north" in site_fault(tmp_path, 4)
     assert "got 2 samples" in site_fault(tmp_path, 4)
+    np.savez(tmp_path / "test.npz", x=np.ones((3, 2)), y=np.arange(3))
+    np.savez(tmp_path / "train.npz", x=np.ones((1, 2)), y=np.arange(1))
+    assert site_fault(tmp_path) == "north: expected at least 2 training samples, got 1"
+    (tmp_path / "test.npz").unlink()
     (tmp_path / "classes.txt").write_text("a\na\nb\n")
     assert "expected 3 different class names" in site_fault(tmp_path)
     (tmp_path / "classes.txt").unlink()
