@@ -126,6 +126,9 @@ class TestSettingsWithoutEffect:
 
     VALUES = {
         "fraction": 0.5, "early-stopping": 4, "keep-best": True, "data.partition": "iid",
+        "models.assignment": "shuffle", "engine.cpus-per-client": 2.0,
+        "engine.gpus-per-client": 0.5, "training.schedule": "cosine",
+        "training.keep-optimizer": True,
         "data.alpha": 0.1, "data.shards": 3, "data.classes-per-client": 3,
         "data.label-space": [2, 3], "data.subclasses": [1, 2], "data.samples-per-class": 9,
         "data.public-samples": 9, "data.min-labeled": 3, "training.momentum": 0.5,
@@ -138,6 +141,10 @@ class TestSettingsWithoutEffect:
     }  # fmt: skip
     EFFECTIVE = {
         "fraction": {"clients": 4}, "early-stopping": {"rounds": 5}, "keep-best": {"rounds": 2},
+        "models.assignment": {"models.pool": ["mlp", "cnn2"]},
+        "engine.cpus-per-client": {"engine.backend": "ray"},
+        "engine.gpus-per-client": {"engine.backend": "ray"},
+        "training.schedule": {"rounds": 2}, "training.keep-optimizer": {"rounds": 2},
         "data.partition": {"data.by": ""}, "data.alpha": {"data.by": ""},
         "data.shards": {"data.partition": "shards", "data.by": ""},
         "data.classes-per-client": {"data.partition": "classes", "data.by": ""},
@@ -164,7 +171,10 @@ class TestSettingsWithoutEffect:
         "privacy.max-grad-norm": {"privacy.epsilon": 1.0},
         "privacy.class-clip": {"privacy.epsilon": 1.0}, "wire.keep": {"wire.encoding": "top-k"},
     }  # fmt: skip
-    IDLE = {"clients": 1, "rounds": 1, "data.by": "ward", "data.dataset": "table:x.csv"}
+    IDLE = {
+        "clients": 1, "rounds": 1, "models.pool": ["mlp"], "engine.backend": "inline",
+        "data.by": "ward", "data.dataset": "table:x.csv",
+    }  # fmt: skip
 
     @staticmethod
     def noted(values: dict[str, object]) -> list[str]:
@@ -189,10 +199,11 @@ class TestSettingsWithoutEffect:
         assert without_effect(RunSettings(), has_scores=False) == []
 
     def test_selection_without_scores(self):
-        run = RunSettings(**{"early-stopping": 1, "keep-best": True})
+        values = {"early-stopping": 1, "keep-best": True, "evaluate-every": 2, "evaluate-from": 3}
+        run = RunSettings(**values)
         assert without_effect(run, has_scores=True) == []
         noted = without_effect(run, has_scores=False)
-        assert [text.split("'")[1] for text in noted] == ["early-stopping", "keep-best"]
+        assert [text.split("'")[1] for text in noted] == list(values)
 
 
 class TestRunsWithoutScores:

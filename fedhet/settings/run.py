@@ -420,6 +420,14 @@ EFFECTIVE_IF: Mapping[str, tuple[str, Callable[[RunSettings], bool]]] = {
         "with more evaluations than its value", lambda run: run.early_stopping < _evaluations(run)
     ),
     "keep-best": ("with several evaluations", lambda run: _evaluations(run) > 1),
+    "models.assignment": (
+        "with several models or training settings",
+        lambda run: len(run.models.pool) > 1 or bool(run.training.pools()),
+    ),
+    **dict.fromkeys(
+        ("engine.cpus-per-client", "engine.gpus-per-client"),
+        ("if 'engine.backend' is not inline", lambda run: run.engine.backend != "inline"),
+    ),
     "data.partition": ("without 'data.by'", lambda run: not run.data.by),
     "data.alpha": (
         "if 'data.partition' is dirichlet, and without 'data.by'",
@@ -446,6 +454,10 @@ EFFECTIVE_IF: Mapping[str, tuple[str, Callable[[RunSettings], bool]]] = {
     "data.min-labeled": ("with unlabeled data", lambda run: run.data.labeled_alpha > 0),
     "training.momentum": (
         "if 'training.optimizer' is sgd", lambda run: "sgd" in plain(run.training.optimizer)
+    ),
+    **dict.fromkeys(
+        ("training.schedule", "training.keep-optimizer"),
+        ("with several rounds", lambda run: run.rounds > 1),
     ),
     "training.milestones": (
         "if 'training.schedule' is step", lambda run: run.training.schedule == "step"
@@ -504,8 +516,9 @@ def without_effect(run: RunSettings, *, has_scores: bool) -> list[str]:
         if not is_effective(run) and values[name] != plain(fields[name].default)
     }
     if not has_scores:
-        selecting = [name for name in ("early-stopping", "keep-best") if values[name]]
-        unused |= dict.fromkeys(selecting, "with scores, which this run does not have")
+        evaluating = ("early-stopping", "keep-best", "evaluate-every", "evaluate-from")
+        changed = [name for name in evaluating if values[name] != fields[name].default]
+        unused |= dict.fromkeys(changed, "with scores, which this run does not have")
     return [
         f"'{name}' = {json.dumps(values[name])} has no effect: it applies only {when}"
         for name, when in unused.items()
