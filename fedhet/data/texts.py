@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, ModelError, SettingsError
+from fedhet.base.errors import DataError, ModelError, SettingsError, error_text
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.kinds import PADDING, Shape, text_shape
+from fedhet.wire.identity import MAX_SIDE
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
@@ -77,12 +78,13 @@ def encoder_directory(name: str) -> str:
 
 def configuration(name: str) -> dict[str, Any]:
     """Read the config.json of an encoder. Raises DataError if it is unreadable."""
-    return _configuration(Path(encoder_directory(name)) / "config.json")
+    return read_configuration(Path(encoder_directory(name)) / "config.json")
 
 
 @lru_cache(maxsize=16)
-def _configuration(path: Path) -> dict[str, Any]:
-    with reading(path, "configuration"):
+def read_configuration(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises DataError if the file is missing or contains anything else."""
+    with reading(path, "configuration", absent=""):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError(f"expected an object, got a {type(content).__name__}")
@@ -91,7 +93,6 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 WORDS = "words"
 """Name of the hashing tokenizer, which needs no file."""
-_MAX_VOCABULARY = 65_536
 _WORD = re.compile(r"\w+|[^\w\s]")
 TOKEN_BYTES = 8
 
@@ -108,14 +109,11 @@ def hash_token(word: str, vocabulary: int) -> int:
 
 
 def vocabulary_size(spec: DataSpec) -> int:
-    """Return the vocabulary size V of a run's tokenizer.
+    """Return the vocabulary size V of a run, including PADDING.
 
     Raises SettingsError or DataError if the encoder is invalid or missing.
     """
-    if spec.tokenizer == WORDS:
-        return spec.vocabulary
-    size: int = _tokenizer(spec.tokenizer).get_vocab_size(with_added_tokens=True)
-    return size
+    return spec.vocabulary if spec.tokenizer == WORDS else 1 + _tokenizer(spec.tokenizer)[1]
 
 
 def text_sample_shape(spec: DataSpec) -> Shape:
@@ -129,9 +127,10 @@ def text_sample_shape(spec: DataSpec) -> Shape:
 def tokenize(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     """Tokenize texts into int64 tokens [N, L], padded with PADDING to L = `data.max-tokens`.
 
-    Longer texts are truncated. The padding token of an encoder's tokenizer is swapped with PADDING;
-    `fedhet.models.libraries` swaps them back. Each text has at least one token other than PADDING.
-    Raises DataError if the tokens would require more than `data.max-bytes`.
+    Longer texts are truncated. Token 0 of an encoder's tokenizer becomes V - 1, which the tokenizer
+    does not use, because 0 is PADDING. `fedhet.models.libraries` restores it. Each text has at
+    least one token other than PADDING. Raises DataError if the tokens would require more than
+    `data.max-bytes`, or if the tokenizer fails.
     """
     check_max_bytes(TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
     encode = tokenizer_for(spec)
@@ -147,21 +146,24 @@ def tokenizer_for(spec: DataSpec, *, special: bool = True) -> Callable[[str], li
     if spec.tokenizer == WORDS:
         hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
         return lambda text: [hashed(word) for word in words(text)]
-    tokenizer = _tokenizer(spec.tokenizer)
-    # Use 0 if the encoder has no padding token.
-    padding = int(configuration(spec.tokenizer).get("pad_token_id") or 0)
-    swapped = {padding: PADDING, PADDING: padding}
+    tokenizer, size = _tokenizer(spec.tokenizer)
+    added = tokenizer.get_added_tokens_decoder().items()
+    empty = [min((token for token, entry in added if entry.special), default=0)]
 
     def encode(text: str) -> list[int]:
-        ids = tokenizer.encode(text, add_special_tokens=special).ids
-        return [swapped.get(token, token) for token in ids if token != padding] or [padding or 1]
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # The library raises plain exceptions.
+            path = Path(encoder_directory(spec.tokenizer)) / "tokenizer.json"
+            raise DataError(f"{path}: a text cannot be tokenized ({error_text(error)})") from error
+        return [token or size for token in ids or empty]
 
     return encode
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(name: str) -> Any:
-    """Load the tokenizer of an encoder, without padding and truncation."""
+def _tokenizer(name: str) -> tuple[Any, int]:
+    """Load an encoder's tokenizer, without padding and truncation, and its number of token ids."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -170,10 +172,21 @@ def _tokenizer(name: str) -> Any:
             "Install it with: pip install 'fedhet[encoders]'"
         ) from None
     path = Path(encoder_directory(name)) / "tokenizer.json"
-    with reading(path, "tokenizer"):
+    hint = (
+        ". Create it with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained("
+        "DIRECTORY)"
+    )
+    with reading(path, "tokenizer", absent=hint):
         tokenizer: Any = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    if (size := tokenizer.get_vocab_size(with_added_tokens=True)) > _MAX_VOCABULARY:
-        raise DataError(f"{path}: expected at most {_MAX_VOCABULARY} tokens, got {size}")
-    return tokenizer
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        # Ids may have gaps, so the largest id counts, not the number of tokens.
+        size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        special = max(tokenizer.encode("").ids, default=0)
+    if special >= size:
+        raise DataError(
+            f"{path}: post_processor adds token {special}, but the vocabulary ends at {size - 1}"
+        )
+    if size >= MAX_SIDE:
+        raise DataError(f"{path}: expected token ids below {MAX_SIDE - 1}, got {size - 1}")
+    return tokenizer, size

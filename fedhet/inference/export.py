@@ -266,8 +266,9 @@ ORDER = (
 )
 """Description of the output order of a network that was trained with the quantile loss."""
 ENCODED = (
-    "tokens of the encoder's tokenizer.json without padding, with the ids 0 and pad_token_id (of "
-    "config.json) swapped; longer texts are truncated, shorter texts are padded at the end"
+    "tokens of the encoder's tokenizer.json, including the special tokens that it adds; token 0 is "
+    "written as vocabulary - 1, because 0 is padding; longer texts are truncated, shorter texts "
+    "are padded at the end"
 )
 """Description of the tokenization with an encoder's tokenizer."""
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -29,21 +30,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.adapters import factors_of
-from fedhet.base.errors import ModelError, error_reason
+from fedhet.base.errors import ModelError, describe_error, safe_repr
 from fedhet.base.seeding import torch_generator
-from fedhet.data.texts import configuration, encoder_directory
+from fedhet.data.texts import configuration, encoder_directory, read_configuration
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.models.base import HetModel
-from fedhet.models.libraries import TextEncoder, config_size, transformers_library, with_layers
+from fedhet.models.libraries import (
+    TextEncoder,
+    encoder_skeleton,
+    load_encoder,
+    text_part,
+    weight_files,
+    with_layers,
+)
 
 SCALE = 2.0
 """Default scaling factor s. It is the same for all ranks, so that clients of different ranks scale
 the same rows of A and columns of B equally. With s = alpha / r for a fixed alpha, s would differ
 between these clients."""
-TARGETS = frozenset({"query", "value", "q_proj", "v_proj", "q_lin", "v_lin"})
+TARGETS = frozenset(
+    {"query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "query_proj", "value_proj", "q", "v"}
+)
 """Names of the layers that get an adapter, i.e. the projections to queries and values."""
-UNUSED = ("pooler.",)
-"""Name prefixes of weights that do not affect the features, and that may be missing from files."""
 _ADAPTED = re.compile(r"encoder-[1-5]-lora.*:")
 _NAME = re.compile(r"encoder-([1-5])-lora([1-9][0-9]{0,2})(?:-scale([0-9]+(?:\.[0-9]+)?))?:(.+)")
 _IGNORED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -97,7 +105,7 @@ def check_adapted(name: str) -> None:
     """Check the base model. Raises FedhetError if its directory has no safetensors weights."""
     base = _parsed(name).base
     configuration(base)
-    _weight_files(base)
+    weight_files(encoder_directory(base))
 
 
 def assemble_adapted(
@@ -109,15 +117,12 @@ def assemble_adapted(
     model is unsuitable.
     """
     parts = _parsed(name)
-    config = configuration(parts.base)
+    network: Any = encoder_skeleton(encoder_directory(parts.base))
     reader: TextEncoder | ImageReader
-    if "image_size" in config:
-        reader = ImageReader(parts.base, config)
+    if network.main_input_name == "pixel_values":
+        reader = ImageReader(name, parts.base, shape, kind)
     else:
-        modules = _skeleton(encoder_directory(parts.base)).modules()
-        is_causal = any(getattr(each, "is_causal", False) for each in modules)
-        reader = TextEncoder(parts.base, frozen=True, last=is_causal)
-    reader.check(name, shape, kind)
+        reader = TextEncoder(name, parts.base, shape, kind, frozen=True)
     encoder = Adapted(parts, reader.width, reader.features)
     return with_layers(encoder, reader.width, parts.layers, classes, feature_dim)
 
@@ -125,27 +130,43 @@ def assemble_adapted(
 class ImageReader:
     """Input and output of an image model: images [N, C, H, W] in [-1, 1] -> features [N, D]."""
 
-    def __init__(self, base: str, config: Mapping[str, Any]) -> None:
-        size = config["image_size"]
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
-        self.channels = int(config.get("num_channels") or 3)
-        self.width = config_size(dict(config), base, "hidden_size", "embed_dim")
-        path = Path(encoder_directory(base)) / "preprocessor_config.json"
-        given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        self.mean, self.std = given.get("image_mean"), given.get("image_std")
-        """Channel statistics for values from 0 to 1, or None if the model expects values in [-1,
-        1]."""
-
-    def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
-        """Check the sample shape.
-
-        Raises ModelError unless it is an image shape that the model supports.
-        """
+    def __init__(self, model: str, base: str, shape: Shape, kind: Kind | None) -> None:
+        """Check that the base model supports images of this shape. Raises ModelError otherwise."""
         if kind not in (None, IMAGE) or not IMAGE.fits(shape):
             raise ModelError(f"model '{model}': expected {IMAGE.wanted}, got shape {shape}")
+        directory = encoder_directory(base)
+        network: Any = encoder_skeleton(directory)
+        self.channels = int(getattr(network.config, "num_channels", 3))
         if shape[0] not in (1, self.channels):
             channels = " or ".join(map(str, sorted({1, self.channels})))
             raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
+        path = Path(directory) / "preprocessor_config.json"
+        given = read_configuration(path) if path.is_file() else {}
+        self.mean: list[float] | None = None
+        """Channel means for values from 0 to 1, or None if the model expects values in [-1, 1]."""
+        self.std: list[float] | None = None
+        if not given.get("do_normalize", True):
+            self.mean, self.std = [0.0] * self.channels, [1.0] * self.channels
+        elif given.get("image_mean") or given.get("image_std"):
+            self.mean = _statistics(path, given, "image_mean", self.channels)
+            self.std = _statistics(path, given, "image_std", self.channels)
+        if masked := getattr(network.config, "mask_ratio", 0):
+            raise ModelError(
+                f"{directory}/config.json: mask_ratio must be 0, because random patches would be "
+                f"masked, got {masked}"
+            )
+        names = {name.rpartition(".")[2] for name, _ in network.named_parameters()}
+        self.has_class_token = bool(names & {"cls_token", "class_embedding"})
+        try:
+            size = network.config.image_size
+            self.size = (size, size) if isinstance(size, int) else tuple(size)
+            with torch.no_grad(), torch.device("meta"):
+                images = torch.zeros(1, self.channels, *self.size)
+                self.width = self.features(network, images).shape[1]
+        except Exception as error:  # transformers models raise many exception types.
+            raise ModelError(
+                f"{directory}/config.json: the model cannot read images ({describe_error(error)})"
+            ) from error
 
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
         """Return the features [N, D] of images.
@@ -160,8 +181,20 @@ class ImageReader:
             mean, std = (x.new_tensor(each).view(-1, 1, 1) for each in (self.mean, self.std))
             x = ((x + 1) / 2 - mean) / std
         states: Tensor = network(pixel_values=x).last_hidden_state
-        has_token = any(name.endswith("cls_token") for name, _ in network.named_parameters())
-        return states[:, 0] if has_token else states.flatten(2).mean(1)
+        if states.ndim == 4:  # [N, D, H, W], as in convolutional networks
+            return states.mean((2, 3))
+        return states[:, 0] if self.has_class_token else states.mean(1)
+
+
+def _statistics(path: Path, given: dict[str, Any], key: str, channels: int) -> list[float]:
+    """Return a list of one number per channel. Raises ModelError for any other value."""
+    values: Any = given.get(key)
+    bound = 0.0 if key == "image_std" else -math.inf
+    is_list = isinstance(values, list) and len(values) == channels
+    if is_list and all(isinstance(each, int | float) and each > bound for each in values):
+        return list(values)
+    rule = f"a list of {channels} numbers" + (" above 0" if key == "image_std" else "")
+    raise ModelError(f"{path}: {key} must be {rule}, got {safe_repr(values)}")
 
 
 class LoraLinear(nn.Module):
@@ -201,12 +234,22 @@ class Adapted(nn.Module):
         super().__init__()
         self.name, self._width, self._features = name, width, features
         self.folder = encoder_directory(name.base)
-        network = _share_frozen(_skeleton(self.folder), ())
+        network = _share_frozen(encoder_skeleton(self.folder), ())
+        used = set(text_part(network).modules())  # A decoder does not affect the features.
         layers = {
             path: each
             for path, each in network.named_modules()
-            if isinstance(each, nn.Linear) and path.rpartition(".")[2] in TARGETS
+            if isinstance(each, nn.Linear) and path.rpartition(".")[2] in TARGETS and each in used
         }
+        for path, module in network.named_modules():
+            # `nn.MultiheadAttention` reads the weights of its projections without calling the
+            # layers. In evaluation mode, PyTorch's encoder layer does the same.
+            if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+                raise ModelError(
+                    f"base model {name.base!r}: adapters have no effect on layer '{path}', a "
+                    f"PyTorch {type(module).__name__}. Use a base model with separate projections, "
+                    "such as BERT or ViT."
+                )
         if not layers:
             *names, last = sorted(TARGETS)
             raise ModelError(
@@ -267,7 +310,7 @@ class Adapted(nn.Module):
 
 def merged_base(model: Adapted) -> nn.Module:
     """Return a copy of the base model in which each adapted layer has the weight W + s B A."""
-    network = _loaded(model.folder)
+    network = load_encoder(model.folder)
     with torch.no_grad():
         for path, (b, a) in factors_of(model.state_dict()).items():
             layer = network.get_submodule(path)
@@ -299,7 +342,7 @@ def base_digest(name: str) -> str:
     parts = AdapterName.parse(name)
     if parts is None:
         return ""
-    files = _weight_files(parts.base)
+    files = weight_files(encoder_directory(parts.base))
     stamps = tuple((str(each), each.stat().st_mtime_ns, each.stat().st_size) for each in files)
     config = {k: v for k, v in configuration(parts.base).items() if k not in _IGNORED}
     return _digest(stamps, json.dumps(config, sort_keys=True))
@@ -320,15 +363,6 @@ def _parsed(name: str) -> AdapterName:
         example = "encoder-1-lora8:NAME or encoder-1-lora8-scale4:NAME, with a rank from 1 to 999"
         raise ModelError(f"model '{name}': expected a name such as {example}")
     return parts
-
-
-def _weight_files(base: str) -> list[Path]:
-    """Return a base model's safetensors files. Raises ModelError if there are none."""
-    folder = Path(encoder_directory(base))
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelError(f"base model {base!r}: {folder}/model.safetensors not found")
-    return files
 
 
 def _add_nested(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -353,76 +387,24 @@ def _share_frozen(
     return copied
 
 
-@lru_cache(maxsize=8)
-def _skeleton(folder: str) -> nn.Module:
-    """Return a base model without weights, in evaluation mode.
-
-    Raises ModelError if adapters would have no effect. For example, `nn.MultiheadAttention` reads
-    the weights of its projections without calling the layers. In evaluation mode, PyTorch's encoder
-    layer does the same.
-    """
-    model = f"base model {Path(folder).name!r}"
-    transformers = transformers_library(model, "lora")
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        with torch.device("meta"):
-            network: nn.Module = transformers.AutoModel.from_config(config, trust_remote_code=False)
-    except Exception as error:  # The library raises its own exceptions for faults in the directory.
-        raise ModelError(f"{model}: cannot be built ({error_reason(error)})") from error
-    for path, module in network.named_modules():
-        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
-            raise ModelError(
-                f"{model}: adapters have no effect on layer '{path}', a PyTorch "
-                f"{type(module).__name__}. Use a base model with separate projections, such as "
-                "BERT or ViT."
-            )
-    return network.requires_grad_(False).eval()
-
-
 @lru_cache(maxsize=4)
 def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a base model's parameters and buffers on a device.
+    """Return a base model's parameters and buffers on a device, without those of a decoder.
 
     In half precision, vectors stay in float32, because layer normalization on a CPU does not
     support half-precision vectors, and vectors need little memory.
     """
     with torch.inference_mode(False), torch.no_grad():
-        network = _loaded(folder)
-        for each in chain(network.parameters(), network.buffers()):
+        network = load_encoder(folder).requires_grad_(False)
+        part = text_part(network)
+        for each in chain(part.parameters(), part.buffers()):
             if each.is_floating_point():
                 wide = each.ndim < 2 and dtype.itemsize < 4
                 each.data = each.data.to(torch.float32 if wide else dtype)
-        network.to(device)
-    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
-
-
-def _loaded(folder: str) -> nn.Module:
-    """Read a base model from safetensors, in float32. Raises ModelError if weights are missing."""
-    model = f"base model {Path(folder).name!r}"
-    transformers = transformers_library(model, "lora")
-    # Silence the library, because it would also report unused weights. Missing weights are checked
-    # below.
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            network, report = transformers.AutoModel.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # The library raises its own exceptions for faults in the directory.
-        raise ModelError(f"{model}: cannot be loaded ({error_reason(error)})") from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith(UNUSED))
-    if missing:
-        raise ModelError(
-            f"{model}: {len(missing)} weights not found in {folder}, such as {missing[0]}"
-        )
-    frozen: nn.Module = network.float().requires_grad_(False).eval()
-    return frozen
+        part.to(device)
+    used = {id(each) for each in chain(part.parameters(), part.buffers())}
+    named = chain(  # A shared weight has several names.
+        network.named_parameters(remove_duplicate=False),
+        network.named_buffers(remove_duplicate=False),
+    )
+    return {name: each for name, each in named if id(each) in used}

@@ -18,14 +18,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from fedhet.base.errors import ModelError, error_reason, nearest
+from fedhet.base.errors import ModelError, describe_error, error_reason, error_text, nearest
 from fedhet.data.texts import configuration, encoder_directory, encoder_parts
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape
 from fedhet.models.base import HetModel, ModelInfo, join, output_shape
@@ -204,13 +206,17 @@ def assemble_timm(
     return join(network, features[1], classes, feature_dim)
 
 
+UNUSED = ("pooler.",)
+"""Name prefixes of weights that do not affect the features, and that may be missing from files."""
 HIDDEN_WIDTH = 128
 """Width of the linear layers before the classifier."""
 
 
 def check_encoder(name: str) -> None:
-    """Check an encoder. Raises FedhetError if its configuration is unreadable."""
-    configuration(encoder_parts(name)[2])
+    """Check an encoder. Raises FedhetError if its configuration or weights are missing."""
+    base = encoder_parts(name)[2]
+    configuration(base)
+    weight_files(encoder_directory(base))
 
 
 def assemble_encoder(
@@ -220,9 +226,8 @@ def assemble_encoder(
 
     Raises ModelError if the encoder does not support texts of this length or vocabulary.
     """
-    layers, frozen, encoder_name = encoder_parts(name)
-    encoder = TextEncoder(encoder_name, frozen)
-    encoder.check(name, shape, kind)
+    layers, frozen, base = encoder_parts(name)
+    encoder = TextEncoder(name, base, shape, kind, frozen=frozen)
     return with_layers(encoder, encoder.width, layers, classes, feature_dim)
 
 
@@ -238,79 +243,212 @@ def with_layers(
 
 
 class TextEncoder(nn.Module):
-    """Encoder of texts: tokens [N, L] -> mean of the last hidden states [N, D].
+    """Encoder of texts: tokens [N, L] -> features [N, D].
 
-    If `last` is set, the features are the hidden state of the last token, as in causal language
-    models.
+    The features are the last hidden state of the last token in causal models, and the mean of the
+    last hidden states in other models.
     """
 
-    def __init__(self, name: str, frozen: bool, *, last: bool = False) -> None:
+    def __init__(
+        self, model: str, base: str, shape: Shape, kind: Kind | None, *, frozen: bool
+    ) -> None:
+        """Check that the base model supports texts of this shape. Raises ModelError otherwise."""
         super().__init__()
-        config, self.last = configuration(name), last
-        self.width = config_size(config, name, "hidden_size", "dim", "d_model")
-        self.vocabulary = config_size(config, name, "vocab_size")
-        self.max_tokens = config_size(config, name, "max_position_embeddings")
-        self.padding = int(config.get("pad_token_id") or 0)
-        if self.padding:  # Positions start after the id of the padding token.
-            self.max_tokens -= self.padding + 1
-        self.name = name
-        self.network = None if frozen else _encoder(name)
-
-    def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
-        """Check the shape. Raises ModelError unless it is a text shape that the model supports."""
         if kind not in (None, TEXT) or not TEXT.fits(shape):
             raise ModelError(f"model '{model}': expected {TEXT.wanted}, got shape {shape}")
-        if shape[2] > self.vocabulary or shape[1] > self.max_tokens:
+        self.directory = encoder_directory(base)
+        file = f"{self.directory}/config.json"
+        network: Any = text_part(encoder_skeleton(self.directory))
+        config = network.config
+        padding = getattr(config, "pad_token_id", None)
+        try:
+            vocabulary = network.get_input_embeddings().num_embeddings
+            self.width = _hidden_width(network)
+        except Exception as error:  # transformers models raise many exception types.
+            hint = ". pad_token_id is null" if padding is None else ""
             raise ModelError(
-                f"model '{model}': expected texts of up to {self.max_tokens} tokens with ids below "
-                f"{self.vocabulary}, got up to {shape[1]} tokens with ids below {shape[2]}. Set "
-                f"data.tokenizer = {self.name!r} to use the model's tokenizer, and "
-                "data.max-tokens to truncate texts."
+                f"{file}: the model cannot read texts ({describe_error(error)}){hint}"
+            ) from error
+        if "attention_mask" not in signature(network.forward).parameters:
+            raise ModelError(
+                f"{file}: model type {config.model_type} does not ignore padding, because it has "
+                "no attention mask. Use another base model."
             )
+        stated = getattr(config, "max_position_embeddings", None) or -1
+        limits = [stated] if stated > 0 else []  # T5 states no limit, and XLNet states -1.
+        for path, each in network.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(each, nn.Embedding) and ("pos" in name or name == "wpe"):
+                # As in RoBERTa, positions start after the id of the padding token.
+                skipped = 0 if each.padding_idx is None else each.padding_idx + 1
+                limits.append(each.num_embeddings - skipped)
+        longest = min(limits, default=shape[1])
+        if longest < 1:
+            raise ModelError(f"{file}: no position is left after pad_token_id, got {padding}")
+        if shape[1] > longest:
+            raise ModelError(
+                f"model '{model}': expected texts of up to {longest} tokens, got up to {shape[1]}. "
+                f"Set data.max-tokens = {longest} to truncate texts."
+            )
+        if shape[2] - 1 > vocabulary:
+            raise ModelError(
+                f"model '{model}': expected tokens with ids below {vocabulary}, got ids below "
+                f"{shape[2] - 1}. Set data.tokenizer = {base!r} to use the model's tokenizer."
+            )
+        self.zero = shape[2] - 1
+        """Token of `fedhet.data.texts` that stands for token 0 of the base model."""
+        self.padding = padding if padding is not None and padding >= 0 else 0
+        self.is_causal = _is_causal(network)
+        self.network = None if frozen else text_part(load_encoder(self.directory))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D] of texts, ignoring padding."""
         if self.network is not None:
             return self.features(self.network, x)
         with torch.no_grad():
-            return self.features(_cached_encoder(self.name, x.device), x)
+            return self.features(_cached_encoder(self.directory, x.device), x)
 
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
         """Return the features [N, D] that `network` computes from tokens [N, L]."""
         x = trim_padding(x)
         mask = token_mask(x)
-        # Undo the swap of the encoder's padding token and PADDING in `fedhet.data.texts`.
-        ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
-        states = network(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-        return last_vector(states, mask) if self.last else masked_mean(states, mask)
+        ids = torch.where(x == PADDING, self.padding, x.where(x != self.zero, 0))
+        part = text_part(network)
+        states = part(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        return last_vector(states, mask) if self.is_causal else masked_mean(states, mask)
 
 
-def config_size(config: dict[str, Any], name: str, *keys: str) -> int:
-    """Return the first integer among the values of `keys`. Raises ModelError if there is none."""
-    for key in keys:
-        if isinstance(config.get(key), int):
-            return int(config[key])
-    raise ModelError(f"encoder {name!r}: {' or '.join(keys)} not found in config.json")
+def text_part(network: nn.Module) -> nn.Module:
+    """Return the encoder of an encoder-decoder model such as T5, or the unchanged model."""
+    part: Any = network
+    if "decoder_input_ids" in signature(part.forward).parameters:
+        part = part.get_encoder()
+    encoder: nn.Module = part
+    return encoder
+
+
+def _hidden_width(network: Any) -> int:
+    """Return the width of a text model's last hidden states, from a pass on the meta device."""
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            ids = torch.ones(1, 2, dtype=torch.int64)
+            return int(network(input_ids=ids).last_hidden_state.shape[-1])
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+    return int(network.config.hidden_size)  # Some models need values, which meta tensors lack.
+
+
+def _is_causal(network: Any) -> bool:
+    """Return whether the state of a token depends only on previous tokens."""
+    flags = [each.is_causal for each in network.modules() if hasattr(each, "is_causal")]
+    if flags:
+        return any(flags)
+    from transformers.models.auto import modeling_auto as auto
+
+    # Some causal models, e.g. BLOOM, have no flags, but they have no head for masked tokens.
+    name, is_decoder = network.config.model_type, not network.config.is_encoder_decoder
+    is_masked = name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_decoder and not is_masked and name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 @lru_cache(maxsize=2)
-def _cached_encoder(name: str, device: torch.device) -> nn.Module:
-    return _encoder(name).to(device).eval()
+def _cached_encoder(directory: str, device: torch.device) -> nn.Module:
+    return text_part(load_encoder(directory)).to(device)
 
 
-def _encoder(name: str) -> nn.Module:
-    """Load a pretrained encoder from safetensors files, without running code from its directory."""
-    library = transformers_library(f"encoder {name!r}", "encoders")
-    directory = encoder_directory(name)
+def weight_files(directory: str) -> list[Path]:
+    """Return a model's safetensors files. Raises ModelError if there are none."""
+    files = sorted(Path(directory).glob("model*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory}/model.safetensors: file not found")
+    return files
+
+
+@lru_cache(maxsize=8)
+def encoder_skeleton(directory: str) -> nn.Module:
+    """Return a pretrained model without weights, in evaluation mode.
+
+    Raises ModelError if config.json is invalid, a file of weights is damaged, or a weight has
+    another shape than config.json states.
+    """
+    file = f"{directory}/config.json"
+    transformers = transformers_library(f"encoder {Path(directory).name!r}", "encoders")
     try:
-        network: nn.Module = library.AutoModel.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        config = transformers.AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises many exception types.
+        padding = getattr(config, "pad_token_id", None)
+        if padding is not None and padding >= getattr(config, "vocab_size", padding + 1):
+            raise ModelError(
+                f"{file}: pad_token_id must be below vocab_size = {config.vocab_size}, or null if "
+                f"the model has no padding token, got {padding}"
+            )
+        with torch.device("meta"):
+            network: nn.Module = transformers.AutoModel.from_config(config, trust_remote_code=False)
+    except ModelError:
+        raise
+    except Exception as error:  # The library raises many exception types.
+        raise ModelError(f"{file}: the model cannot be built ({describe_error(error)})") from error
+    built: Any = network
+    expected = {name: list(each.shape) for name, each in built.state_dict().items()}
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, "pt") as weights:  # Reads only the header.
+                stored = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+        except Exception as error:  # The library raises its own exceptions.
+            raise ModelError(f"{path}: not a safetensors file ({error_text(error)})") from error
+        for key, shape in stored.items():
+            name = key.removeprefix(f"{built.base_model_prefix}.")
+            _check_shape(directory, name, shape, expected.get(name, shape))
+    return network.requires_grad_(False).eval()
+
+
+def _check_shape(directory: str, name: str, stored: list[int], expected: list[int]) -> None:
+    if stored != expected:
         raise ModelError(
-            f"encoder {name!r}: {directory} cannot be loaded ({error_reason(error)})"
-        ) from error
-    return network.float()  # The file may be in half precision, but training needs float32.
+            f"{directory}/config.json: expected {name} of shape {expected}, got {stored} in "
+            "model.safetensors"
+        )
+
+
+def load_encoder(directory: str) -> nn.Module:
+    """Read a pretrained model from safetensors, in float32 and in evaluation mode.
+
+    Code in the directory is not executed. Raises ModelError if a weight is missing or has another
+    shape than config.json states.
+    """
+    transformers = transformers_library(f"encoder {Path(directory).name!r}", "encoders")
+    # Silence the library, because it would also report unused weights. Missing weights are checked
+    # below.
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            network, report = transformers.AutoModel.from_pretrained(
+                directory,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # The library raises many exception types.
+        raise ModelError(f"{directory}: cannot be loaded ({describe_error(error)})") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    for key, stored, expected in sorted(report["mismatched_keys"]):
+        _check_shape(directory, key, list(stored), list(expected))
+    part = text_part(network)
+    prefix = next(path for path, each in network.named_modules() if each is part)
+    missing = [key for key in report["missing_keys"] if key.startswith(prefix)]
+    if missing := sorted(key for key in missing if not key.startswith(UNUSED)):
+        raise ModelError(
+            f"{directory}/model.safetensors: {len(missing)} weights of config.json not found, such "
+            f"as {missing[0]}"
+        )
+    pretrained: nn.Module = network.float().eval()
+    return pretrained
 
 
 def transformers_library(model: str, extra: str) -> Any:

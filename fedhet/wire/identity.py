@@ -15,12 +15,13 @@ from fedhet.kinds import KINDS, Kind
 SERVER = "server"
 """Reserved sender name of the server, which no client may use."""
 MAX_CLASSES = 100_000
-MAX_SIDE = 65_536
+MAX_SIDE = 2**20
+"""Maximum size of a dimension, e.g. of a vocabulary."""
 MAX_VALUES = 2**28
 """Maximum number of values in one sample."""
 MIN_SAMPLES, MAX_SAMPLES = 2, 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
+_SHAPE = re.compile(r"[0-9]{1,7}(,[0-9]{1,7}){0,3}")
 _DIGEST = re.compile(r"([0-9a-f]{16})?")
 _STORED = re.compile(r"(bytes|scaled|given)?")
 _MODEL = re.compile(r"[\w.:-]{1,200}", re.ASCII)

@@ -24,6 +24,7 @@ from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
 from fedhet.data.texts import (
     TOKEN_BYTES,
+    WORDS,
     text_sample_shape,
     tokenize,
     tokenizer_for,
@@ -33,7 +34,7 @@ from fedhet.kinds import TEXT, Shape
 from fedhet.tasks import CLASSIFICATION
 
 MAX_NEXT_TOKENS = 4096
-"""Maximum vocabulary size if each token is a class, because predictions have a score per class."""
+"""Maximum number of tokens if each token is a class, because predictions have a score per class."""
 
 
 def read_texts(location: str, spec: DataSpec) -> Dataset:
@@ -90,10 +91,11 @@ def read_windows(location: str, spec: DataSpec) -> Dataset:
     path = expanded(location)
     train, test = (path / "train.txt", path / "test.txt") if path.is_dir() else (path, None)
     size, length = vocabulary_size(spec), spec.max_tokens
-    if size > MAX_NEXT_TOKENS:
+    count = size - (spec.tokenizer != WORDS)  # An encoder's tokens do not include PADDING.
+    if count > MAX_NEXT_TOKENS:
         raise SettingsError(
             f"data.dataset = {spec.dataset!r}: each token is a class, so the vocabulary must have "
-            f"at most {MAX_NEXT_TOKENS:,} tokens, got {size:,}. With data.tokenizer = "
+            f"at most {MAX_NEXT_TOKENS:,} tokens, got {count:,}. With data.tokenizer = "
             "words, lower data.vocabulary; otherwise, choose a tokenizer with fewer tokens."
         )
     encode = tokenizer_for(spec, special=False)
