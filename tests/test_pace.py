@@ -240,7 +240,7 @@ def test_first_event_decides_if_a_reply_is_late():
     assert pool.close_round([early, late]) == [early]
     gate.set()
     outcomes = [pool.next_outcome(60.0) for _ in range(2)]
-    assert [(o.client, o.is_late, o.is_on_disk, o.is_reply) for o in outcomes] == [
+    assert [(o.client, o.is_late, o.is_stored_late, o.is_reply) for o in outcomes] == [
         ("a", False, False, True),
         ("b", True, True, True),
     ]
@@ -260,7 +260,7 @@ def test_failed_storage_of_a_late_reply_is_a_failure():
     outcome = pool.next_outcome(60.0)
     assert (outcome.error, outcome.failure) == ("disk full", "silent")
     assert not outcome.is_reply
-    assert not outcome.is_on_disk
+    assert not outcome.is_stored_late
     pool.shutdown()
 
 

@@ -20,8 +20,9 @@ from fedhet.algorithms.robust import (
     typical_distance,
     weighted_mean,
 )
+from fedhet.settings.defense import RULES
 
-EACH = ["median", "trimmed-mean", "geometric-median", "krum", "filter"]
+EACH = list(RULES)
 SHARE = 0.2
 
 

@@ -305,7 +305,7 @@ def test_late_reply_is_stored_with_its_instruction(tmp_path):
     seen = Measured(scores, 0.2, 1.5, 2.5, 3.0, {"pseudo_error": 0.3}, 9.0, {"common": 0.4})
     stored = calls.store(CallOutcome("a", 1, reply, seen, bytes_received=70))
     assert not stored.knowledge.tensors
-    assert stored.is_on_disk
+    assert stored.is_stored_late
     assert calls.sent("a", 1) == (None, 0), "the disk has it"
     calls["a"].outcome = stored
     assert calls.at_work == {"a", "b"}

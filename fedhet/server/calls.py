@@ -99,9 +99,9 @@ class CallOutcome:
     round: int
     """The round of the message."""
     knowledge: Knowledge = field(default_factory=Knowledge, repr=False)
-    """Content of the reply to an instruction to train; empty if `is_on_disk` is True."""
+    """Content of the reply to an instruction to train; empty if `is_stored_late` is True."""
     measured: Measured = field(default_factory=lambda: Measured({}), repr=False)
-    """Metrics and durations that the client reported; empty if `is_on_disk` is True."""
+    """Metrics and durations that the client reported; empty if `is_stored_late` is True."""
     magnitudes: Magnitudes | None = field(default=None, repr=False)
     """Magnitudes of `knowledge`, if they have been measured."""
     samples_processed: float = 0.0
@@ -132,7 +132,7 @@ class CallOutcome:
         return not self.error or self.failure == "refused"
 
     @property
-    def is_on_disk(self) -> bool:
+    def is_stored_late(self) -> bool:
         """Whether the content of a late reply to an instruction to train is stored on disk."""
         return self.is_late and self.failure != "silent"
 

@@ -181,7 +181,7 @@ class OpenCalls:
         assert outcome is not None
         if call.round != round:
             self.late_rounds[client] = call.round
-        if not outcome.is_on_disk:
+        if not outcome.is_stored_late:
             return outcome
         path = self._file(client)
         tensors, metadata = load(path)

@@ -349,7 +349,7 @@ class Collector:
         if self._clock is not None or math.isfinite(outcome.received_at):
             results.seconds[name] = call.due - call.began
         try:
-            late, outcome = outcome.is_on_disk, self._calls.collect(name, round)
+            late, outcome = outcome.is_stored_late, self._calls.collect(name, round)
             if late and self._spool is not None:
                 outcome = self._spool.put(outcome)
         except (StateError, OSError) as error:
