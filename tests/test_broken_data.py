@@ -326,7 +326,7 @@ def test_unprintable_class_raises(tmp_path, name):
     assert "the name must be printable UTF-8 text" in message
 
 
-@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\u202eb", "a\x00b"])
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\u202eb"])
 def test_unprintable_class_in_a_list_raises(tmp_path, name):
     np.savez(tmp_path / "train.npz", **ROWS)
     (tmp_path / "classes.txt").write_text(f"{name}\ndog\n")

@@ -186,8 +186,8 @@ def test_invalid_ca_or_key_raises_before_flower_is_called(monkeypatch, tmp_path,
             assert status == 2
             assert words[what].count("\n") == 1
     assert "certificate rejected" in words["other authority"]
-    assert "cannot read the certificate" in words["no certificate"]
-    assert "cannot be read as a public key" in words["private key"]
+    assert "expected a certificate in PEM format" in words["no certificate"]
+    assert "expected a public key in OpenSSH format" in words["private key"]
     assert "TLS error" in words["no TLS"]
     assert "not an HTTP server (RemoteDisconnected)" in words["port of the sites"]
     assert "expected HOST:PORT" in words["no port"]
@@ -313,7 +313,7 @@ def test_invalid_public_key_raises(server, tmp_path):
         b"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIDdLJOFkiKOhFHNNMaFR7EzdNJgqVG1LXoyYkcm7WFL x\n"
     )
     for name, fault in (
-        ("private", "cannot be read as a public key"),
+        ("private", "expected a public key in OpenSSH format"),
         ("nothing.pub", "No such file"),
         ("ed25519.pub", "expected an EC key"),
     ):

@@ -52,7 +52,10 @@ def test_valid_keys_have_no_problems(keys):
             lambda keys: (keys / "nodes/site-a").chmod(0o604),
             "site-a: can be read by other users (604)",
         ),
-        (lambda keys: (keys / "ca.crt").write_text("none"), "cannot read the certificate"),
+        (
+            lambda keys: (keys / "ca.crt").write_text("none"),
+            "ca.crt: expected a certificate in PEM format",
+        ),
         (lambda keys: certs.renew(keys, [], 20), "warning: "),
         (
             lambda keys: certs.renew(keys, [], 0),
@@ -233,7 +236,7 @@ def test_valid_site_has_no_problems(site, more):
             {"optimizer": "sgd", "peers-key": "none", "declared": "classes = 3"},
             [
                 "node-config 'optimizer': must not be set",
-                "none: cannot read the key",
+                "none: cannot read the file",
                 "site.toml: classes: unknown setting",
             ],
         ),

@@ -91,7 +91,7 @@ def test_signature_covers_time_and_digest(publisher):
     [
         ("", "expected at least one publisher, got none"),
         ("{}", "expected at least one publisher, got none"),
-        ("- a", "expected at least one publisher, got none"),
+        ("- a", "expected at least one publisher, got a list"),
         ("a: [", "cannot read the publishers"),
         ("a: 3", "'a': expected an id and an Ed25519 public key"),
         ("a: ssh-ed25519 AAAA", "'a': expected an id and an Ed25519 public key"),
@@ -196,7 +196,7 @@ def test_run_on_a_server_that_drops_signatures_is_stopped(monkeypatch, tmp_path,
     monkeypatch.setattr(
         "flwr.supercore.control.ControlHttpClient.from_server_address", lambda **options: client
     )
-    (tmp_path / "ca.crt").touch()
+    certs.make(tmp_path, [], [], 1)
     place = control.Connection(tmp_path, "localhost:8000", tmp_path / "ca.crt")
     assert control._start_run(place, APP, None) == "7"
     assert stopped == []

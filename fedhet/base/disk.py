@@ -24,7 +24,7 @@ import zipfile
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError
@@ -32,8 +32,10 @@ from safetensors import SafetensorError
 from fedhet.base.arrays import Array, read_header, read_npy
 from fedhet.base.errors import SettingsError, StateError, error_reason, error_text, one_line
 
+T = TypeVar("T")
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
+MAX_PEM_BYTES = 2**20
 MAX_PARTS = 8_000_000
 """Maximum number of values, lists and objects in a JSON file. A parsed value takes about 200 bytes
 of memory."""
@@ -48,6 +50,7 @@ _ACL_USER, _ACL_GROUP = 2, 8
 """Tags of access control lists for named users and groups."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_PEM_LABEL = re.compile(rb"-----BEGIN ([A-Z0-9 ]{1,40})-----")
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_KEY_PARTS}}}")
 
@@ -58,7 +61,12 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     Raises OSError if it cannot be read, and StateError if it is too large.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
+        file = os.fdopen(descriptor, "rb")
+    except IsADirectoryError as error:  # The error names the descriptor, which is still open.
+        os.close(descriptor)
+        raise IsADirectoryError(error.errno, error.strerror, str(path)) from None
+    with file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise StateError(f"{path}: expected a regular file")
@@ -67,6 +75,15 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
                 f"{path}: too large, expected at most {max_bytes:,} bytes, got {status.st_size:,}"
             )
         return file.read(status.st_size)
+
+
+def is_special(path: object) -> bool:
+    """Return whether a path is a pipe, a socket, or a device, which a reader may never finish."""
+    try:
+        mode = os.stat(str(path)).st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def is_secret(path: Path) -> bool:
@@ -159,7 +176,7 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     content = read_file(path, max_bytes)
     check_json_size(path, content)
     try:
-        return parse_json(content.decode())
+        return parse_json(decode_text(content))
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: truncated or not valid JSON: {error}") from None
 
@@ -169,15 +186,11 @@ def read_toml_tables(path: Path) -> dict[str, Any]:
 
     Raises OSError if it cannot be read, and StateError with its path if it is invalid.
     """
-    content = read_file(path, MAX_TOML_BYTES)
+    text = read_text(path, MAX_TOML_BYTES)
     try:
-        text = decode_text(content)
         if _LONG_KEY.search(text):
             raise ValueError(f"expected keys of at most {MAX_KEY_PARTS} parts")
         return tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        fault = f"{path}: not valid {error.encoding} ({error}). Save the file in UTF-8."
-        raise StateError(fault) from None
     # Too many digits raise ValueError, and deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
@@ -189,14 +202,55 @@ _MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UT
 }  # fmt: skip
 
 
-def decode_text(content: bytes) -> str:
-    """Decode text in UTF-8, or in the encoding of its byte order mark, as Windows' editors write.
+def encoding_of(content: bytes) -> str:
+    """Return the encoding of the byte order mark, as Windows' editors write, or else "utf-8"."""
+    return next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
 
-    Raises UnicodeDecodeError if the text is not valid in this encoding.
+
+def decode_text(content: bytes) -> str:
+    """Decode text. Raises UnicodeDecodeError if it is not valid in `encoding_of` the content."""
+    return content.decode(encoding_of(content))
+
+
+def text_in(content: bytes, path: Path) -> str:
+    """Decode the content of a user's text file. Raises StateError for another encoding."""
+    try:
+        text = decode_text(content)
+    except UnicodeDecodeError as error:
+        fault = f"not valid {error.encoding} ({error})"
+    else:
+        if "\0" not in text:
+            return text
+        # UTF-16 without a byte order mark may be valid UTF-8.
+        fault = "null characters, as in a binary file or in UTF-16 without a byte order mark"
+    raise StateError(f"{path}: {fault}. Save the file in UTF-8")
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Read a user's text file. Raises the errors of `read_file` and `text_in`."""
+    return text_in(read_file(path, max_bytes), path)
+
+
+def read_pem(path: Path, parse: Callable[[bytes], T], rule: str, *, secret: bool = False) -> T:
+    """Read a key or a certificate, in PEM or OpenSSH format, with a function of cryptography.
+
+    Raises StateError, with the `rule` for the content, if the file is unreadable or invalid, and
+    SettingsError if it is `secret` and other users can access it.
     """
-    return content.decode(
-        next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
-    )
+    try:
+        if secret:
+            check_secret(path)
+        content = read_file(path, MAX_PEM_BYTES)
+    except OSError as error:
+        raise StateError(f"{path}: cannot read the file ({error_reason(error)})") from None
+    try:
+        return parse(content)
+    except Exception as error:  # cryptography raises many exception types.
+        label = _PEM_LABEL.search(content)
+        got = "other content" if content else "an empty file"
+        got = f"a damaged or unsupported {label[1].decode()!r}" if label else got
+        reason = str(error).partition(". See https")[0]
+        raise StateError(f"{path}: expected {rule}, got {got} ({reason})") from None
 
 
 def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedhet.base.disk import Folder, check_secret, expanded, read_file, read_toml_tables, write_text
+from fedhet.base.disk import Folder, expanded, read_pem, read_toml_tables, write_text
 from fedhet.base.errors import SettingsError, StateError, error_reason, nearest, safe_repr
 from fedhet.wire.identity import MAX_CLASSES, SERVER, is_name
 
@@ -212,19 +212,14 @@ def read_public(path: str | Path) -> Peer:
 
 def read_key(path: str | Path) -> X25519PrivateKey:
     """Read a private key. Raises SettingsError if it is invalid or readable by other users."""
-    file = expanded(path)
+    rule, advice = "an unencrypted private key in PEM format", "fedhet certs DIR --peer NAME"
     try:
-        check_secret(file)
-        key = load_pem_private_key(read_file(file, 2**16), None)
-    except (OSError, ValueError, TypeError, StateError) as error:
-        raise SettingsError(
-            f"{path}: cannot read the key ({error_reason(error)}). Create one with `fedhet certs "
-            "DIR --peer NAME`."
-        ) from None
+        read = partial(load_pem_private_key, password=None)
+        key = read_pem(expanded(path), read, rule, secret=True)
+    except StateError as error:
+        raise SettingsError(f"{error}. Create one with `{advice}`.") from None
     if not isinstance(key, X25519PrivateKey):
-        raise SettingsError(
-            f"{path}: expected an X25519 key, as created by `fedhet certs DIR --peer NAME`"
-        )
+        raise SettingsError(f"{path}: expected an X25519 key, as created by `{advice}`")
     return key
 
 

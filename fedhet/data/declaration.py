@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fedhet.base.disk import read_toml_tables
-from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.data.dataset import ClientData
 from fedhet.data.folders import CLASSES_FILE
 from fedhet.data.schemas import SCHEMA, find_schema
 from fedhet.data.site import directory_of, read_class_names, site_data
 from fedhet.data.sources import find_source
 from fedhet.data.sources.arrays import MAX_CLASSES
-from fedhet.data.spec import FIXED_SEED, DataSpec
+from fedhet.data.spec import FIXED_SEED, DataSpec, reading
 from fedhet.kinds import TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import CountOrNone, Listed, Schema, build, invalid_setting, kebab
@@ -91,12 +92,12 @@ class Declaration:
                 f"declares its data in {DECLARATION}"
             )
         path = root / DECLARATION
-        try:
-            declared = dict(read_toml_tables(path)) if path.exists() else {}
-        except (OSError, StateError) as error:
-            raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
+        declared: dict[str, Any] = {}
+        if os.path.lexists(path):
+            with reading(path, "TOML file"):
+                declared = read_toml_tables(path)
         schema = find_schema(root, shared=True)
-        if not path.exists() and not (schema and schema.columns):
+        if not os.path.lexists(path) and not (schema and schema.columns):
             raise DataError(f"{path}: file not found. {_DECLARE}")
         known = [*map(kebab, (*_SiteFile.model_fields, *READING))]
         if unknown := [name for name in declared if name not in known]:

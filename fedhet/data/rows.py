@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fedhet.base.disk import encoding_of, text_in
 from fedhet.base.errors import DataError, error_reason, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 
@@ -198,7 +199,7 @@ def find_rows(directory: Path, part: str, endings: Sequence[str] = ENDINGS) -> P
     names = {f"{part}{ending}" for ending in endings}
     with reading(directory, "directory"):
         entries = sorted(path for path in directory.iterdir() if path.name.lower() in names)
-    paths = [path for path in entries if path.is_file()]
+    paths = [path for path in entries if not path.is_dir()]
     if len(paths) > 1:
         raise DataError(
             f"{directory}: expected a single {part} file, got {paths[0].name} and {paths[1].name}"
@@ -254,7 +255,7 @@ def read_frame(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd
     import pandas as pd
 
     with reading(path, "table", describe=lambda error: f"{error_reason(error)}{hint}"):
-        return pd.read_csv(BytesIO(read_bounded(path, spec)), **options)
+        return pd.read_csv(StringIO(text_in(read_bounded(path, spec), path)), **options)
 
 
 def _described(error: Exception) -> str:
@@ -338,7 +339,10 @@ def _csv(
         for _ in chunks:
             pass
     check_max_bytes(path.stat().st_size, spec, path)
-    head = start.decode("utf-8-sig", "ignore").splitlines(keepends=True) or [""]
+    encoding = encoding_of(start)
+    if "\0" in (text := start.decode(encoding, "ignore")):
+        text_in(start, path)  # This raises the error for null characters.
+    head = text.splitlines(keepends=True) or [""]
     separator = "\t" if is_tsv else max(_SEPARATORS, key=head[0].count)
     quoted = csv.reader(head, delimiter=separator)
     names = head[0].rstrip("\r\n").split("\t") if is_tsv else next(quoted, [])
@@ -346,7 +350,12 @@ def _csv(
     keys = [str(place) for place in range(1, len(names) + 1)]
     read = arrow_csv.open_csv(
         _open(path),
-        arrow_csv.ReadOptions(column_names=keys, use_threads=False, block_size=_BLOCK_BYTES),
+        arrow_csv.ReadOptions(
+            column_names=keys,
+            use_threads=False,
+            block_size=_BLOCK_BYTES,
+            encoding="utf8" if encoding.startswith("utf-8") else encoding,
+        ),
         arrow_csv.ParseOptions(
             delimiter=separator, newlines_in_values=not is_tsv, quote_char=False if is_tsv else '"'
         ),
@@ -367,12 +376,17 @@ def _json_lines(path: Path, spec: DataSpec, texts: Sequence[str]) -> tuple[list[
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
-    table = arrow_json.read_json(
-        pa.BufferReader(read_bounded(path, spec)),
-        arrow_json.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-        # Without a type, a text such as 2026-01-31 would become a date.
-        arrow_json.ParseOptions(explicit_schema=pa.schema([(n, pa.string()) for n in texts])),
-    )
+    content = read_bounded(path, spec)
+    if encoding_of(content) != "utf-8" or b"\0" in content:
+        content = text_in(content, path).encode()
+    # Without a type, a text such as 2026-01-31 would become a date.
+    parsing = arrow_json.ParseOptions(explicit_schema=pa.schema([(n, pa.string()) for n in texts]))
+    options = arrow_json.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    try:
+        table = arrow_json.read_json(pa.BufferReader(content), options, parsing)
+    except pa.ArrowInvalid:
+        text_in(content, path)  # If the encoding is unsupported, this raises a clearer error.
+        raise
     # A column of texts that does not exist is empty.
     empty = [name for name in texts if table[name].null_count == len(table)]
     table = table.drop_columns(empty)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def find_schema(path: Path, *, shared: bool = False) -> TableSchema | None:
     Raises DataError if the schema is `shared` by all sites and a field of a column is unknown.
     """
     file = (path if path.is_dir() else path.parent) / SCHEMA
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
     schema = read_schema(file)
     return schema.check_fitted(file) if shared else schema

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedhet.base.disk import decode_text, expanded
+from fedhet.base.disk import expanded, read_text
 from fedhet.base.errors import DataError
 from fedhet.data.dataset import ClientData, Format
 from fedhet.data.folders import CLASSES_FILE
@@ -149,10 +150,10 @@ def read_class_names(root: Path | None, classes: int | None) -> tuple[str, ...]:
     Raises DataError if there are not exactly `classes` names, or if `classes` is None and there are
     fewer than two names.
     """
-    if root is None or not (path := root / CLASSES_FILE).exists():
+    if root is None or not os.path.lexists(path := root / CLASSES_FILE):
         return ()
     with reading(path, "text file"):
-        lines = decode_text(path.read_bytes()).splitlines()
+        lines = read_text(path).splitlines()
     names = tuple(line.strip() for line in lines if line.strip())
     classes = classes or max(2, len(names))
     if len(names) != classes or len(set(names)) != classes:

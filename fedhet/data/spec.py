@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import InstanceOf
 
-from fedhet.base.errors import DataError, error_reason
+from fedhet.base.disk import is_special
+from fedhet.base.errors import DataError, StateError, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import Shape
 from fedhet.settings.run import DataSettings, RunSettings, draw_held_out
@@ -83,21 +84,25 @@ class DataSpec(DataSettings):
 def reading(
     path: object,
     what: str,
-    absent: str | None = None,
+    absent: str = "",
     describe: Callable[[Exception], str] = error_reason,
 ) -> Iterator[None]:
     """Convert exceptions raised in the block to DataError with the text "not a readable `what`".
 
-    This also covers the many exception types of third-party libraries. If `absent` is not None, a
-    missing file is reported as "file not found", followed by `absent`.
+    This also covers the many exception types of third-party libraries. A missing file is reported
+    as "file not found", followed by `absent`. A pipe or a device is reported without reading it.
     """
+    if is_special(path):
+        raise DataError(f"{path}: expected a regular file")
     try:
         yield
     except DataError:
         raise
+    except StateError as error:  # The error names the file.
+        raise DataError(str(error)) from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: file not found{absent}") from error
     except Exception as error:
-        if absent is not None and isinstance(error, FileNotFoundError):
-            raise DataError(f"{path}: file not found{absent}") from error
         hint = ". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise DataError(f"{path}: not a readable {what} ({describe(error)}){hint}") from error
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.base.disk import expanded
+from fedhet.base.disk import expanded, read_text
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_text
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.kinds import PADDING, Shape, text_shape
@@ -84,8 +84,8 @@ def configuration(name: str) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def read_configuration(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises DataError if the file is missing or contains anything else."""
-    with reading(path, "configuration", absent=""):
-        content = json.loads(path.read_text(encoding="utf-8"))
+    with reading(path, "configuration"):
+        content = json.loads(read_text(path))
         if not isinstance(content, dict):
             raise TypeError(f"expected an object, got a {type(content).__name__}")
     return content
@@ -177,7 +177,7 @@ def _tokenizer(name: str) -> tuple[Any, int]:
         "DIRECTORY)"
     )
     with reading(path, "tokenizer", absent=hint):
-        tokenizer: Any = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer: Any = Tokenizer.from_str(read_text(path))
         tokenizer.no_padding()
         tokenizer.no_truncation()
         # Ids may have gaps, so the largest id counts, not the number of tokens.

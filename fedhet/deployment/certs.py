@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cryptography import x509
@@ -32,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedhet.base.disk import check_secret, read_file
+from fedhet.base.disk import read_pem, read_text
 from fedhet.base.errors import FedhetError, SettingsError, StateError, error_reason, safe_repr
 from fedhet.runs.units import plural
 from fedhet.settings.addresses import read_host
@@ -48,6 +49,7 @@ PUBLISHER_KEY, PUBLISHER = ".publisher.key", ".publisher.yaml"
 --trusted-entities` reads."""
 AUTHORITY_DAYS = 3650
 """Minimum lifetime of the CA in days, because a new CA certificate must be copied to every site."""
+PRIVATE_SSH_KEY = "an unencrypted private key in OpenSSH format"
 RENEWAL_PERIOD = datetime.timedelta(days=30)
 """Remaining lifetime below which a certificate should be renewed."""
 
@@ -129,10 +131,7 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
 
 def read_certificate(path: Path) -> x509.Certificate:
     """Read a certificate in PEM format. Raises FedhetError if it cannot be read."""
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise FedhetError(f"cannot read the certificate {path}: {error_reason(error)}") from None
+    return read_pem(path, x509.load_pem_x509_certificate, "a certificate in PEM format")
 
 
 def expiry(path: Path) -> str:
@@ -204,13 +203,11 @@ def make_publisher_key(directory: Path, name: str) -> list[Path]:
 def read_publisher_key(path: Path) -> Ed25519PrivateKey:
     """Read a publisher's private key. Raises SettingsError if it is invalid or not secret."""
     advice = "Create one with `fedhet certs DIR --publisher NAME`."
+    read = partial(load_ssh_private_key, password=None)
     try:
-        check_secret(path)
-        key = load_ssh_private_key(read_file(path, 2**16), None)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm, StateError) as error:
-        raise SettingsError(
-            f"{path}: cannot read the publisher's key ({error_reason(error)}). {advice}"
-        ) from None
+        key = read_pem(path, read, PRIVATE_SSH_KEY, secret=True)
+    except StateError as error:
+        raise SettingsError(f"{error}. {advice}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise SettingsError(f"{path}: expected an Ed25519 key, got another type of key. {advice}")
     return key
@@ -229,12 +226,15 @@ def read_publishers(path: Path) -> dict[str, str]:
 
     advice = "Create it with `fedhet certs DIR --publisher NAME`, on the publisher's machine."
     try:
-        publishers = yaml.safe_load(read_file(path, 2**20))
-    except (OSError, StateError, ValueError, yaml.YAMLError) as error:
+        publishers = yaml.safe_load(read_text(path, 2**20))
+    except StateError as error:
+        raise SettingsError(f"{error}. {advice}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(error_reason(error).split())
         raise SettingsError(f"{path}: cannot read the publishers ({reason}). {advice}") from None
     if not isinstance(publishers, dict) or not publishers:
-        raise SettingsError(f"{path}: expected at least one publisher, got none. {advice}")
+        got = f"a {type(publishers).__name__}" if publishers else "none"
+        raise SettingsError(f"{path}: expected at least one publisher, got {got}. {advice}")
     for name, text in publishers.items():
         key: object = None
         with contextlib.suppress(ValueError, UnsupportedAlgorithm, AttributeError):
@@ -286,13 +286,12 @@ def _signed(
     """Create a server key, and a certificate signed by the CA in the directory."""
     path = directory / CA_KEY
     try:
-        authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
-        signer = load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
-        raise FedhetError(
-            f"cannot sign a server certificate with {path}: {error_reason(error)}. Sign it with "
-            "your own certificate authority."
-        ) from None
+        authority = read_certificate(directory / CA_CERTIFICATE)
+        rule = "an unencrypted private key in PEM format"
+        signer = read_pem(path, partial(load_pem_private_key, password=None), rule)
+    except StateError as error:
+        advice = "Sign the server's certificate with your own certificate authority."
+        raise FedhetError(f"{error}. {advice}") from None
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise FedhetError(f"{path}: expected an EC key, as created by `fedhet certs`")
     key = ec.generate_private_key(ec.SECP256R1())

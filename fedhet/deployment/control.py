@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from fedhet.base import __version__
+from fedhet.base.disk import read_file, read_pem
 from fedhet.base.errors import FedhetError, error_reason
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate, sign_app
@@ -488,17 +489,11 @@ def register(
 
 
 def _public_key(path: Path) -> bytes:
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-    try:
-        key = load_ssh_public_key(path.read_bytes())
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise FedhetError(
-            f"{path}: cannot be read as a public key ({error_reason(error)})"
-        ) from None
+    key = read_pem(path, load_ssh_public_key, "a public key in OpenSSH format")
     if not isinstance(key, EllipticCurvePublicKey):
         rule = "expected an EC key, as created by `fedhet certs DIR --key NAME`"
         raise FedhetError(f"{path}: unsupported type of key, {rule}")
@@ -545,10 +540,11 @@ def _client(connection: Connection) -> Iterator[Any]:
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
+    read_certificate(connection.authority)
     client = ControlHttpClient.from_server_address(
         server_address=connection.address,
         insecure=False,
-        root_certificates=connection.authority.read_bytes(),
+        root_certificates=read_file(connection.authority),
         interceptors=[RuntimeVersionHttpInterceptor(component_name="fedhet")],
     )
     try:

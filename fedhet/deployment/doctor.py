@@ -18,7 +18,7 @@ import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedhet.base.disk import is_secret
+from fedhet.base.disk import is_secret, read_pem
 from fedhet.base.errors import FedhetError, SettingsError, one_line
 from fedhet.deployment import certs
 from fedhet.deployment.control import Connection
@@ -326,8 +326,9 @@ def _signature(directory: Path) -> Iterator[Finding]:
 
 @_guarded
 def _pair(path: Path) -> Iterator[Finding]:
-    private = load_ssh_private_key(path.read_bytes(), None).public_key()
-    public = load_ssh_public_key(path.with_name(f"{path.name}.pub").read_bytes())
+    read_private = partial(load_ssh_private_key, password=None)
+    private = read_pem(path, read_private, certs.PRIVATE_SSH_KEY).public_key()
+    public = read_pem(path.with_name(f"{path.name}.pub"), load_ssh_public_key, "a public key")
     if private != public:
         yield error("key", f"{path.name}.pub is not the public key of {path.name}")
     else:

@@ -982,7 +982,6 @@ def read_inputs(
             raise DataError(f"{arrays[0]}: can be combined only with other .npz files")
         names, parts = list[str](), list[Tensor]()
         for path in arrays:
-            _check_regular(path)
             array = read_arrays(path, ("x",), bounds, scaled=True)["x"]
             parts.append(samples_for(record, array, str(path)))
             prefix = f"{path}: " if len(arrays) > 1 else ""
@@ -1069,8 +1068,6 @@ def _tables_in(paths: Sequence[Path], described: Format) -> list[Path]:
         raise DataError(
             f"{(others or paths)[0]}: expected tables ending in one of {', '.join(ENDINGS)}"
         )
-    for path in tables:
-        _check_regular(path)
     return tables
 
 
@@ -1106,14 +1103,6 @@ def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
         walk = Walk(files)
         names += sorted(walk.below(path), key=natural)
         walk.warn(path)
-    for name in names:
-        _check_regular(Path(name))
     if not names:
         raise DataError(f"expected paths of {files.noun}, got none")
     return names
-
-
-def _check_regular(path: Path) -> None:
-    """Raise DataError if a path is a pipe or a device, because reading it may never end."""
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: expected a regular file")

@@ -144,7 +144,7 @@ def _table(name: str) -> str:
 def _load_external(name: str, path: str) -> Method:
     try:
         importlib.import_module(path)
-    except Exception as error:  # A third-party module may raise any exception.
+    except (Exception, SystemExit) as error:  # A third-party module may raise any exception.
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}'{error_location(error, path)}: "
             f"{describe_error(error)}{import_hint(error, path)}"

@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class ImageReader:
             channels = " or ".join(map(str, sorted({1, self.channels})))
             raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
         path = Path(directory) / "preprocessor_config.json"
-        given = read_configuration(path) if path.is_file() else {}
+        given = read_configuration(path) if os.path.lexists(path) else {}
         self.mean: list[float] | None = None
         """Channel means for values from 0 to 1, or None if the model expects values in [-1, 1]."""
         self.std: list[float] | None = None

@@ -358,10 +358,13 @@ def _cached_encoder(directory: str, device: torch.device) -> nn.Module:
 
 
 def weight_files(directory: str) -> list[Path]:
-    """Return a model's safetensors files. Raises ModelError if there are none."""
+    """Return a model's safetensors files. Raises ModelError if one is missing or no file."""
     files = sorted(Path(directory).glob("model*.safetensors"))
     if not files:
         raise ModelError(f"{directory}/model.safetensors: file not found")
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"{path}: expected a regular file")
     return files
 
 

@@ -39,7 +39,7 @@ def import_user_model(name: str) -> Callable[..., Any]:
         raise ModelError(f"model '{name}' must have the form 'package.module:function'")
     try:
         module = importlib.import_module(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = _reason(error) + import_hint(error, path)
         if path.endswith(".py"):
             place = path.removesuffix(".py").replace("/", ".")
@@ -119,7 +119,7 @@ def call_user_model(name: str, shape: Shape, classes: int) -> Any:
     function = import_user_model(name)
     try:
         return function(shape, classes)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"model '{name}' failed for shape {shape}, classes {classes}: {_reason(error)}"
         ) from error
@@ -254,7 +254,7 @@ def check_use(
             )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

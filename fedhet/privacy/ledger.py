@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from fedhet.base.disk import Folder
+from fedhet.base.disk import Folder, read_file
 from fedhet.base.errors import StateError
 from fedhet.privacy.accounting import Release
 from fedhet.privacy.noise import CIPHER
@@ -122,8 +122,7 @@ class Ledger:
 def read_ledger(path: Path) -> list[Entry]:
     """Return all entries of a ledger. Raises StateError if the file is missing or damaged."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_file(path, MAX_BYTES)
     except OSError as error:
         raise StateError(f"{path}: cannot read the file ({error.strerror})") from None
     return _parsed(content, path)

@@ -13,6 +13,7 @@ and the round, so a run has the same results if it is resumed or uses more worke
 from __future__ import annotations
 
 import csv
+import io
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from fedhet.algorithms.rounds import RECENT, Closing, is_hit, median_duration, replies_to_close
-from fedhet.base.disk import expanded
-from fedhet.base.errors import SettingsError, StateError, nearest, one_line
+from fedhet.base.disk import expanded, read_text
+from fedhet.base.errors import SettingsError, StateError, error_reason, nearest, one_line
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import honest_majority
 from fedhet.server.calls import Call, CallOutcome, CallPool, Message, NamedProxy, RoundResults
@@ -113,30 +114,29 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     """
     setting, rows = f"pace.clock = {str(path)!r}", list[tuple[str, Device]]()
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise SettingsError(f"{setting}: file must be at most {MAX_BYTES >> 20} MB")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.DictReader(file)
-            names = lines.fieldnames or ()
-            if not {SAMPLE_MS, MBIT} <= set(names) or not set(names) <= set(COLUMNS):
-                header = one_line(", ".join(map(str, names)) or "no header")
-                rule = f"expected {SAMPLE_MS}, {MBIT} and optionally {CLIENT}"
-                raise SettingsError(f"{setting}: unsupported columns, {rule}, got {header}")
-            for row in lines:
-                numbers = []
-                for name in (SAMPLE_MS, MBIT):
-                    try:
-                        numbers.append(float(row.get(name) or ""))
-                    except ValueError:
-                        numbers.append(math.nan)
-                    if not 0 < numbers[-1] < 1e9:
-                        value = one_line(repr(row.get(name)))
-                        line = f"{setting}, line {lines.line_num}"
-                        raise SettingsError(f"{line}: {name} must be a number > 0, got {value}")
-                rows.append(((row.get(CLIENT) or "").strip(), Device(*numbers)))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = csv.DictReader(io.StringIO(read_text(path, MAX_BYTES), newline=""))
+        names = lines.fieldnames or ()
+        if not {SAMPLE_MS, MBIT} <= set(names) or not set(names) <= set(COLUMNS):
+            header = one_line(", ".join(map(str, names)) or "no header")
+            rule = f"expected {SAMPLE_MS}, {MBIT} and optionally {CLIENT}"
+            raise SettingsError(f"{setting}: unsupported columns, {rule}, got {header}")
+        for row in lines:
+            numbers = []
+            for name in (SAMPLE_MS, MBIT):
+                try:
+                    numbers.append(float(row.get(name) or ""))
+                except ValueError:
+                    numbers.append(math.nan)
+                if not 0 < numbers[-1] < 1e9:
+                    value = one_line(repr(row.get(name)))
+                    line = f"{setting}, line {lines.line_num}"
+                    raise SettingsError(f"{line}: {name} must be a number > 0, got {value}")
+            rows.append(((row.get(CLIENT) or "").strip(), Device(*numbers)))
+    except StateError as error:
+        raise SettingsError(f"pace.clock: {error}") from None
+    except (OSError, csv.Error) as error:
         rule = "expected none, log-normal, or the path of a CSV file"
-        raise SettingsError(f"{setting}: {rule} ({one_line(str(error))})") from None
+        raise SettingsError(f"{setting}: {rule} ({error_reason(error)})") from None
     if not rows:
         raise SettingsError(f"{setting}: file must have at least one row")
     return rows

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -21,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.base.disk import expanded, read_json
-from fedhet.base.errors import DataError
+from fedhet.base.disk import expanded, read_json, read_text
+from fedhet.base.errors import DataError, describe_error, error_text
 from fedhet.data.columns import find_words
 from fedhet.data.dataset import Dataset, Format, Location, Source, Split
 from fedhet.data.rows import missing_column_error
@@ -36,6 +38,7 @@ from fedhet.kinds import IMAGE, TEXT
 TESTS = ("test", "validation")
 """Splits that may be the common test set; the first existing split is used."""
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
 _SUBSET = re.compile(r"\w[\w.-]*")
 _FORMATS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "webdataset")
 """Readers in the library `datasets` for formats that cannot refer to other files."""
@@ -114,11 +117,11 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     if not (place.path or _NAME.fullmatch(place.hub)) or not _SUBSET.fullmatch(subset or "x"):
         raise DataError(f"data.dataset: expected hf:NAME or hf:NAME@SUBSET, got 'hf:{name}'")
     root = Path(where) if place.path else None
-    is_saved = root is not None and any((root / name).is_file() for name in _SAVED)
+    is_saved = root is not None and any(os.path.lexists(root / name) for name in _SAVED)
     federated = FederatedDataset(
         dataset=where, subset=subset, partitioners={"train": 1}, shuffle=False
     )
-    with _confined(network=spec.download and not place.path, local=bool(place.path)):
+    with _confined(network=spec.download and not place.path, local=bool(place.path)) as failures:
         try:
             if root is not None and is_saved:
                 splits = _load_saved(root)
@@ -131,7 +134,12 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
         except DataError:
             raise
         except Exception as error:  # The libraries raise many exception types.
-            fault = " ".join(str(error).split())[:200] or type(error).__name__
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            fault = " ".join((failures or [str(cause)])[-1].split())[:300] or type(error).__name__
+            if isinstance(cause, UnicodeDecodeError):
+                fault += "; save the file in UTF-8"
             message = f"not found on this machine, or not readable ({fault})"
             message += ". Use --set download=true to download it from the Hugging Face Hub."
             if place.path or spec.download:
@@ -150,22 +158,31 @@ def _load_saved(root: Path) -> dict[str, Any]:
 
     Raises DataError if a file is outside of `root`, or without a split `train`.
     """
+    import pyarrow
     from datasets import load_from_disk
 
-    names: list[str] = [""]
-    if (path := root / _SAVED[0]).is_file():
-        names = read_json(path)["splits"]
+    names, rows = [""], []
+    if os.path.lexists(path := root / _SAVED[0]):
+        with reading(path, "list of splits", describe=describe_error):
+            names = [str(name) for name in read_json(path)["splits"]]
     for name in names:
         state = root / name / _SAVED[1]
-        files = [each["filename"] for each in read_json(state)["_data_files"]]
-        for file in (
-            state,
-            state.with_name("dataset_info.json"),
-            *map(state.parent.joinpath, files),
-        ):
+        info = state.with_name("dataset_info.json")
+        with reading(state, "saved dataset", describe=describe_error):
+            files = [state.parent / each["filename"] for each in read_json(state)["_data_files"]]
+        for file in (state, info, *files):
             if not _inside(str(file), root):
                 raise DataError(f"{state}: data file {str(file)!r} is outside of the dataset")
-    loaded = load_from_disk(str(root))
+        with reading(info, "description", describe=describe_error):
+            read_json(info).keys()
+        rows += files
+    try:
+        loaded = load_from_disk(str(root))
+    except Exception:  # The library's error does not name the file.
+        for file in rows:
+            with reading(file, "Arrow file"):
+                pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
+        raise
     splits = {"train": loaded} if names == [""] else dict(loaded)
     if "train" not in splits:
         raise DataError(f"{root}: split 'train' not found, got {', '.join(splits)}")
@@ -205,18 +222,20 @@ def _check_card(root: Path) -> None:
 
     for name in ("dataset_infos.json", "README.md", ".huggingface.yaml"):
         path = root / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
         if not _inside(str(path), root):
             raise DataError(f"{path}: points outside of {root}. Replace the symlink with the file.")
-        if name == "dataset_infos.json":
-            continue
-        with reading(path, "dataset card"):
-            if name == "README.md":
-                card = DatasetCard.load(path).data.to_dict()
-            else:
-                card = yaml.safe_load(path.read_text(encoding="utf-8"))
-        configs = card.get("configs") if isinstance(card, dict) else None
+        with reading(path, "dataset card", describe=error_text):
+            if name == "dataset_infos.json":
+                read_json(path).keys()
+                continue
+            text = read_text(path)
+            readme: Any = DatasetCard(text) if name == "README.md" else None
+            card = readme.data.to_dict() if readme else yaml.safe_load(text)
+            if not isinstance(card, dict | None):
+                raise TypeError(f"expected a mapping, got a {type(card).__name__}")
+        configs = (card or {}).get("configs")
         for pattern in _patterns(configs if isinstance(configs, list) else []):
             parts = re.split(r"[\\/]", pattern)
             if "::" in pattern or ":" in parts[0] or parts[0] in ("", "~") or ".." in parts:
@@ -244,11 +263,24 @@ def _inside(file: str, root: Path) -> bool:
     return "://" not in file and Path(file).resolve().is_relative_to(root.resolve())
 
 
+class _Failures(logging.Handler):
+    """Handler that keeps the messages of a logger."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message of a record, with classes by name."""
+        self.texts.append(_CLASS.sub(r"\1", record.getMessage()))
+
+
 @contextlib.contextmanager
-def _confined(*, network: bool, local: bool) -> Iterator[None]:
+def _confined(*, network: bool, local: bool) -> Iterator[list[str]]:
     """Disable the libraries' network access in the block, unless `network` is set.
 
-    With `local`, all file systems other than local files and archives are also disabled.
+    With `local`, all file systems other than local files and archives are also disabled. Yields a
+    list of the errors that `datasets` logs, because its exceptions do not name the file.
     """
     import datasets.config
     import huggingface_hub.constants
@@ -266,11 +298,14 @@ def _confined(*, network: bool, local: bool) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [(each, "HF_HUB_OFFLINE", True) for each in offline]
     changes += [(each, find.__name__, find_local) for each in (core, registry) if local]
     before = [getattr(module, name) for module, name, _ in changes]
+    handler, logger = _Failures(logging.ERROR), logging.getLogger("datasets")
+    logger.addHandler(handler)
     try:
         for module, name, value in changes:
             setattr(module, name, value)
-        yield
+        yield handler.texts
     finally:
+        logger.removeHandler(handler)
         for (module, name, _), value in zip(changes, before, strict=True):
             setattr(module, name, value)
 
@@ -324,7 +359,11 @@ def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
     import fsspec
 
     content, path = value["bytes"], value["path"] or ""
-    with reading(where, "image"):
+
+    def described(error: Exception) -> str:
+        return error_text(error).partition(" <_io.BytesIO")[0]  # Pillow would name the stream.
+
+    with reading(f"{where} ({path})" if path else where, "image", describe=described):
         if content is None:
             archive = path.removeprefix("zip://").partition("::")[2] if "::" in path else path
             if not any(_inside(archive, root) for root in roots) or "::" in archive:

@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, error_reason
+from fedhet.base.disk import expanded, read_text
+from fedhet.base.errors import DataError, describe_error, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels
 from fedhet.data.rows import read_frame
@@ -93,11 +93,9 @@ def _read_leaf(directory: Path, spec: DataSpec, form: LeafForm) -> tuple[list[st
     if not files:
         raise DataError(f"{directory}: no .json files found")
     for path in files:
-        check_max_bytes(path.stat().st_size, spec, path)
-        try:
-            pairs = list(json.loads(path.read_text(encoding="utf-8"))["user_data"].items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path}: not a valid LEAF file ({error_reason(error)})") from error
+        with reading(path, "LEAF file", describe=describe_error):
+            check_max_bytes(path.stat().st_size, spec, path)
+            pairs = list(json.loads(read_text(path, spec.max_bytes))["user_data"].items())
         for user, samples in pairs:
             where = f"{path}, user {user!r}"
             try:
@@ -311,7 +309,7 @@ def read_har(location: str, spec: DataSpec) -> Dataset:
     root = expanded(location)
     path = root / "activity_labels.txt"
     with reading(path, "text file"):
-        words = path.read_text(encoding="utf-8").split()
+        words = read_text(path).split()
     names = tuple(words[1::2])
     if not names or words[::2] != [str(n) for n in range(1, len(names) + 1)]:
         raise DataError(f"{path}: expected one line for each activity, such as '1 WALKING'")
@@ -330,9 +328,16 @@ def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Spli
         _numbers(directory / "Inertial Signals" / f"{name}_{part}.txt", spec)
         for name in HAR_CHANNELS
     ]
-    sizes = {signal.shape for signal in signals}
-    if len(sizes) > 1 or {len(labels), len(persons)} != {len(signals[0])}:
-        raise DataError(f"{directory}: all files must have the same number of windows")
+    if len({signal.shape[1:] for signal in signals}) > 1:
+        raise DataError(f"{directory}: all signals must have the same number of columns")
+    files = ["y", "subject", *HAR_CHANNELS]
+    counts = [len(labels), len(persons), *map(len, signals)]
+    for name, count in zip(files, counts, strict=True):
+        if count != counts[0]:
+            raise DataError(
+                f"{directory}: all files must have the same number of windows, got {counts[0]} in "
+                f"y_{part}.txt, and {count} in {name}_{part}.txt"
+            )
     if not 1 <= labels.min() <= labels.max() <= classes:
         raise DataError(f"{directory}: activities must be numbered from 1 to {classes}")
     x = torch.from_numpy(np.stack(signals, axis=1))

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError
+from fedhet.base.errors import DataError, describe_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.columns import MAX_NUMBER, find_words
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
@@ -105,18 +104,19 @@ def read_torchvision(location: str, spec: DataSpec) -> Dataset:
 
     root = os.path.abspath(expanded(spec.data_dir))
     source = getattr(torchvision.datasets, _TORCHVISION[spec.dataset][0])
-    unreadable = (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
     try:
         parts = [source(root, train=part, download=spec.download) for part in (True, False)]
-    except unreadable as error:
+    except Exception as error:  # torchvision, pickle, and urllib raise many exception types.
         fault = f"cannot be downloaded to {root}: {' '.join(str(error).split())}"
         if not spec.download:
+            folder = Path(root, _TORCHVISION[spec.dataset][1])
             fault = (
                 f"not found or incomplete in data.data-dir = {root}. Download the files with "
                 "--set download=true, copy torchvision's files there, or use --set dataset=digits, "
                 "which needs no files."
             )
-            folder = Path(root, _TORCHVISION[spec.dataset][1])
+            if "not found" not in str(error):  # torchvision found the files, but cannot read them.
+                fault = f"damaged file in {folder} ({describe_error(error)}). Copy the files again."
             if any(folder.glob("*-ubyte.gz")):
                 fault = f"compressed files in {folder}. Unpack them with `gunzip {folder}/*.gz`."
         raise DataError(f"data.dataset = {spec.dataset!r}: {fault}") from error
@@ -215,7 +215,8 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
             f"data.dataset = {name!r}: adult.data and adult.test (or .gz) not found in "
             f"{root.resolve()}. Copy UCI's files there, or use --set download=true."
         )
-    scaler = StandardScaler().fit(_floats(name, train))
+    where = f"{files[0]} and {files[1]}" if files[0] and files[1] else name
+    scaler = StandardScaler().fit(_floats(where, train))
     encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False, dtype=np.float32)
     encoder.fit(train[:, _ADULT_WORDS])
     classes = tuple(map(str, np.unique(train[:, -1])))
@@ -226,7 +227,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
         )
 
     def encoded(rows: Rows) -> Split:
-        values = scaler.transform(_floats(name, rows)).astype(np.float32)
+        values = scaler.transform(_floats(where, rows)).astype(np.float32)
         x = np.concatenate([values, encoder.transform(rows[:, _ADULT_WORDS])], axis=1)
         return Split(torch.from_numpy(x), torch.from_numpy(find_words(rows[:, -1], classes)))
 

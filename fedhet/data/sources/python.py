@@ -79,7 +79,7 @@ def _call(path: str) -> Dataset | _Parts:
         raise DataError(f"data.dataset: expected {PYTHON}:module:function, got {name!r}")
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # A user's module may raise any exception.
+    except (Exception, SystemExit) as error:  # A user's module may raise any exception.
         raise DataError(f"data.dataset = {name!r}: cannot import '{module}': {error!r}") from error
     function = getattr(imported, attribute, None)
     if not callable(function):
@@ -89,7 +89,7 @@ def _call(path: str) -> Dataset | _Parts:
         )
     try:
         result = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"data.dataset = {name!r}: the function failed: {error!r}") from error
     if isinstance(result, Dataset):
         y, count = result.train.y, len(result.format.classes)

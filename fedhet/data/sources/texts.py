@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from fedhet.base.disk import decode_text, expanded
-from fedhet.base.errors import DataError, SettingsError, error_reason
+from fedhet.base.disk import expanded, text_in
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.data.dataset import Dataset, Format, Source, Split
 from fedhet.data.folders import Files, read_folder
 from fedhet.data.rows import TEXT_ENDINGS, Table, missing_column_error, read_bounded, read_table
@@ -102,8 +102,7 @@ def read_windows(location: str, spec: DataSpec) -> Dataset:
 
     def split(path: Path) -> Split:
         with reading(path, "text"):
-            content = read_bounded(path, spec)
-        tokens = encode(_decoded(content, path))
+            tokens = encode(text_in(read_bounded(path, spec), path))
         check_max_bytes(TOKEN_BYTES * len(tokens), spec, path)
         if (count := len(tokens) // (length + 1)) < 1:
             raise DataError(
@@ -127,25 +126,10 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
     texts, size = [], 0
     for path in map(Path, files):
         with reading(path, "text"):
-            content = read_bounded(path, spec)
-        texts.append(_decoded(content, path))
+            texts.append(text_in(content := read_bounded(path, spec), path))
         size += len(content)
         check_max_bytes(size, spec, f"{files[0]} and the other texts")
     return tokenize(texts, spec, f"{files[0]} and the other texts" if files else "")
-
-
-def _decoded(content: bytes, path: Path) -> str:
-    """Decode a text. Raises DataError if the encoding is unsupported."""
-    fault = "null characters"  # UTF-16 without a byte order mark may be valid UTF-8.
-    try:
-        if "\0" not in (text := decode_text(content)):
-            return text
-    except UnicodeDecodeError as error:
-        fault = error_reason(error)
-    raise DataError(
-        f"{path}: not valid UTF-8 text ({fault}). Convert the file, for example with `iconv -f "
-        "WINDOWS-1252 -t UTF-8`."
-    )
 
 
 TEXTS = Files(".txt files", (".txt",), read_files, TEXT, text_sample_shape)
