@@ -253,7 +253,7 @@ def test_resuming_in_another_process_needs_the_objects(tmp_path):
 
 
 def test_data_of_every_form(tmp_path):
-    data = {"train": (X, Y), "test": (torch.from_numpy(X[:30]), Y[:30]), "classes": "abc"}
+    data = {"train": (X, Y), "test": (torch.from_numpy(X[:30]), Y[:30]), "classes": list("abc")}
     found = quick(models="mlp", dataset=data, out=tmp_path / "run")
     assert {"accuracy.common.private", "accuracy.personal.private"} <= set(found.clients)
     assert set(found.predict("client-0", X).names) <= {"a", "b", "c"}

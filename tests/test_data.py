@@ -441,17 +441,17 @@ def write_clients(root: Path, clients: int = 3, shape: tuple[int, ...] = (4,)) -
 
 def test_npz_clients_round_trip(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
-    np.savez(tmp_path / "common.npz", x=np.zeros((5, 4)), y=np.array([0, 1, 2, 3, 4]))
+    np.savez(tmp_path / "common.npz", x=np.zeros((5, 4)), y=np.array([0, 1, 2, 3, 3]))
     RunData(spec).validate()
     data = RunData(spec).client(2)
     with np.load(tmp_path / "train" / "2.npz") as train, np.load(tmp_path / "test/2.npz") as test:
         assert torch.equal(data.train.x, torch.from_numpy(train["x"].astype(np.float32)))
         assert torch.equal(data.test.x, torch.from_numpy(test["x"].astype(np.float32)))
         assert data.train.y.tolist() == train["y"].tolist()
-    assert data.format.classes == ("0", "1", "2", "3", "4")
+    assert data.format.classes == ("0", "1", "2", "3")
     assert data.common is not None
     assert len(data.common) == 5
-    assert RunData(spec).label_counts()["client-0"] == [5, 4, 0, 0, 0]
+    assert RunData(spec).label_counts()["client-0"] == [5, 4, 0, 0]
     assert sum(map(len, RunData(spec).partition())) == len(load(spec).train) == 33
 
 

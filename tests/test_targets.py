@@ -298,7 +298,7 @@ def test_function_may_return_numbers(tmp_path, monkeypatch):
     assert named.format.classes == ("a", "b")
     made = RunData(spec("python:own_numbers:made")).dataset
     assert (made.format.task.means, made.format.task.deviations) == ((5.0,), (2.0,))
-    with pytest.raises(DataError, match=r"train\.y.*float32 \[N, 1\]"):
+    with pytest.raises(DataError, match=r"train\.y.*float32 \[30, 1\]"):
         _ = RunData(spec("python:own_numbers:flat")).dataset
     with pytest.raises(DataError, match=r"data\.task.*regression"):
         _ = RunData(spec("python:own_numbers:pair", task="auto")).dataset

@@ -5,24 +5,37 @@ from __future__ import annotations
 import json
 import random
 import threading
+import unicodedata
 import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from federation import SMALL, small
+from datasets import ClassLabel, Features
+from datasets import Dataset as Rows
+from datasets import Image as HubImage
+from federation import SMALL, small, without_figures
 from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 import fedhet
-from fedhet.base.disk import read_toml_tables
-from fedhet.base.errors import DataError, ModelError, StateError
+from fedhet.base.disk import expanded, read_toml_tables
+from fedhet.base.errors import DataError, ModelError, SettingsError, StateError
 from fedhet.base.seeding import isolated, seeded
 from fedhet.cli import app
 from fedhet.config.resolve import resolve
-from fedhet.kinds import IMAGE
+from fedhet.data.columns import Column, infer_column
+from fedhet.data.dataset import Dataset, Format, Split
+from fedhet.data.rows import Values, read_table
+from fedhet.data.sources.hub import read_hub
+from fedhet.data.sources.python import _checked, _read_mapping, _read_samples
+from fedhet.data.spec import DataSpec
+from fedhet.data.store import RunData, read_source
+from fedhet.inference.api import _resolve
+from fedhet.kinds import IMAGE, images_or_rows
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Refitted
@@ -438,3 +451,327 @@ class TestPredictTheTrainingData:
         for paths in ([notes], [table, notes]):
             with pytest.raises(DataError, match=r"notes\.txt: expected tables"):
                 result.predict("client-0", paths)
+
+
+def written(path: Path, *rows: object) -> str:
+    """Write the rows of a table, and return the dataset `table:PATH`."""
+    path.write_text("\n".join(map(str, rows)) + "\n", encoding="utf-8")
+    return f"table:{path}"
+
+
+class TestTables:
+    """No column becomes a feature by mistake, and dates do not depend on the clock."""
+
+    def test_now_and_today_are_words(self, tmp_path):
+        rows = [f"{k},{('now', 'today')[k % 2]},{k % 2}" for k in range(20)]
+        place = written(tmp_path / "a.csv", "a,since,y", *rows)
+        table = read_table(Path(place[6:]), DataSpec(target="y"))
+        assert infer_column("since", table).type == "category"
+
+    @pytest.mark.parametrize("form", ["", "%Y-%m-%d"])
+    def test_now_and_today_are_no_dates(self, form):
+        days = Column(name="since", type="date", format=form).numbers(
+            Values.from_texts(["1970-01-03", "today", "NOW"])
+        )
+        assert days[0] == 2
+        assert np.isnan(days[1:]).all()
+
+    @pytest.mark.parametrize("ending", ["csv", "parquet"])
+    def test_the_index_of_selected_rows_is_no_feature(self, tmp_path, ending):
+        frame = pd.DataFrame({"a": np.linspace(0, 1, 60), "y": np.repeat([0, 1], 30)})
+        selected, path = frame.sample(frac=0.5, random_state=0), tmp_path / f"a.{ending}"
+        selected.to_csv(path) if ending == "csv" else selected.to_parquet(path)
+        table = read_table(path, DataSpec(target="y"))
+        index = next(name for name in table.columns if name not in ("a", "y"))
+        assert infer_column(index, table).type == "ignore"
+
+    @pytest.mark.parametrize("values", [[k // 2 for k in range(20)], [k / 4 for k in range(20)]])
+    def test_other_numbers_without_a_name_are_a_feature(self, tmp_path, values):
+        place = written(tmp_path / "a.csv", ",y", *(f"{v},{k % 2}" for k, v in enumerate(values)))
+        table = read_table(Path(place[6:]), DataSpec(target="y"))
+        assert infer_column("Unnamed: 0", table).type == "number"
+
+    @pytest.mark.parametrize(
+        ("first", "second"), [("1", "1.0"), ("North", "north"), ("é", "e\u0301")]
+    )
+    def test_owners_that_may_be_the_same_are_named(self, tmp_path, caplog, first, second):
+        rows = [f"{k / 7},{(first, second)[k % 2]},{k // 2 % 2}" for k in range(60)]
+        place = written(tmp_path / "a.csv", "a,who,y", *rows)
+        spec = DataSpec(dataset=place, target="y", by="who", clients=2)
+        RunData(spec).validate()
+        assert "are different clients" in caplog.text
+
+
+class TestImages:
+    """Images of one class, or of one pixel value, are the same wherever they are read."""
+
+    @staticmethod
+    def images(*modes: str) -> list[tuple[Image.Image, int]]:
+        rng = np.random.default_rng(0)
+        pixels = rng.integers(0, 256, (len(modes), 6, 6, 3), dtype=np.uint8)
+        return [
+            (Image.fromarray(each).convert(mode), k % 2)
+            for k, (each, mode) in enumerate(zip(pixels, modes, strict=True))
+        ]
+
+    @pytest.mark.parametrize("modes", [("P",) * 4, ("L", "RGB") * 2, ("RGBA",) * 4, ("1",) * 4])
+    def test_a_dataset_of_images_is_read_as_files_are(self, tmp_path, modes):
+        pairs = self.images(*modes)
+        for k, (image, label) in enumerate(pairs):
+            (tmp_path / str(label)).mkdir(exist_ok=True)
+            image.save(tmp_path / str(label) / f"{k}.png")
+        files = read_source(DataSpec(dataset=f"imagefolder:{tmp_path}")).train
+        given = _read_samples(Pairs(pairs), "data")[0]
+        order = [k for label in (0, 1) for k in range(len(pairs)) if pairs[k][1] == label]
+        read = files.x.numpy()
+        assert given.dtype == np.uint8
+        assert np.array_equal(np.broadcast_to(given[order], read.shape), read)
+
+    @pytest.mark.parametrize("dtype", ["int64", "uint16"])
+    def test_integers_of_an_unknown_range_are_refused(self, dtype):
+        with pytest.raises(DataError, match=f"must be uint8, got {dtype}. Convert the images"):
+            images_or_rows(np.ones((2, 1, 4, 4), dtype), "x")
+        assert images_or_rows(np.ones((2, 4), dtype), "x").dtype == np.float32
+
+    @pytest.mark.parametrize("form", ["NFC", "NFD"])
+    def test_a_class_has_one_name_in_all_forms_of_unicode(self, tmp_path, form):
+        for part, name in (("train", "é"), ("test", unicodedata.normalize(form, "é"))):
+            for folder in (name, "b"):
+                (tmp_path / part / folder).mkdir(parents=True)
+                Image.new("L", (4, 4)).save(tmp_path / part / folder / "1.png")
+        found = read_source(DataSpec(dataset=f"imagefolder:{tmp_path}"))
+        assert found.format.classes == ("b", "é")
+        assert found.test is not None
+        assert found.test.y.tolist() == [0, 1]
+
+    @pytest.mark.parametrize("form", ["NFC", "NFD"])
+    def test_a_label_table_finds_files_in_all_forms_of_unicode(self, tmp_path, form):
+        for name in ("é", "b"):
+            Image.new("L", (4, 4)).save(tmp_path / f"{unicodedata.normalize(form, name)}.png")
+        written(tmp_path / "labels.csv", "file,y", "é.png,0", "b.png,1")
+        assert len(read_source(DataSpec(dataset=f"imagefolder:{tmp_path}")).train) == 2
+
+    def test_classes_that_may_be_the_same_are_refused(self, tmp_path):
+        for place in ("east/Benign", "east/other", "west/benign", "west/other"):
+            (tmp_path / place).mkdir(parents=True)
+            Image.new("L", (4, 4)).save(tmp_path / place / "1.png")
+        with pytest.raises(DataError, match=r"east/Benign: unexpected .* Merge it with 'benign'"):
+            read_source(DataSpec(dataset=f"imagefolder:{tmp_path}", by="folder"))
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Dataset whose items are those of a list; an item that is an exception is raised."""
+
+    def __init__(self, items: list) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int):
+        if isinstance(self.items[row], Exception):
+            raise self.items[row]
+        return self.items[row]
+
+
+ROWS, LABELS = np.eye(8, 4, dtype=np.float32), np.arange(8) % 2
+
+
+class TestDataFromPython:
+    """Data of a user's function are right, or the sample or the field at fault is named."""
+
+    @pytest.mark.parametrize(
+        ("item", "fault"),
+        [
+            (OSError("img3.png is truncated"), "sample 3: OSError: img3.png is truncated"),
+            ({"image": 1, "label": 0}, r"sample 3: expected a pair \(x, y\), got dict"),
+            ((1, 2, 3), r"sample 3: expected a pair \(x, y\), got tuple"),
+        ],
+    )
+    def test_the_sample_at_fault_is_named(self, item, fault):
+        with pytest.raises(DataError, match=f"^data: {fault}"):
+            _read_samples(Pairs([(0.0, 1), (1.0, 0), (2.0, 1), item]), "data")
+
+    @pytest.mark.parametrize("classes", [{"a", "b"}, {"a": 1, "b": 0}, 2, "ab"])
+    def test_class_names_need_an_order(self, classes):
+        with pytest.raises(DataError, match="classes: expected a list of names in the order"):
+            _read_mapping({"train": (ROWS, LABELS), "classes": classes}, "data")
+
+    def test_class_names_in_an_array_are_read(self):
+        names = np.array(["a", "b"])
+        read = _read_mapping({"train": (ROWS, LABELS), "classes": names}, "data")
+        assert read.classes == ("a", "b")
+
+    def test_the_number_of_classes_is_not_their_names(self):
+        data = Pairs(list(zip(ROWS, LABELS.tolist(), strict=True)))
+        data.classes = 2
+        assert _read_mapping(data, "data").classes == ()
+
+    @pytest.mark.parametrize(
+        ("change", "fault"),
+        [
+            ({"y": LABELS * 5}, r"train.y must be int64 \[8\], labels from 0 to 1"),
+            ({"y": LABELS - 1}, r"train.y must be int64 \[8\], labels from 0 to 1"),
+            ({"y": LABELS.astype(np.int32)}, r"train.y must be int64 \[8\]"),
+            ({"y": LABELS[:, None]}, r"train.y must be int64 \[8\]"),
+            ({"y": LABELS[:-1]}, r"train.y must be int64 \[8\]"),
+            ({"x": ROWS.astype(np.float64)}, r"train.x must be finite .* got torch.float64"),
+            ({"x": ROWS * np.nan}, "train.x must be finite"),
+            ({"x": ROWS[:, :3]}, r"train.x must be .*\['N', 4\], got torch.float32 \[8, 3\]"),
+            ({"classes": ("a", "a")}, "expected different class names"),
+        ],
+    )
+    def test_a_dataset_must_match_its_format(self, change, fault):
+        given = {"x": ROWS, "y": LABELS, "classes": ("a", "b")} | change
+        split = Split(torch.from_numpy(given["x"]), torch.from_numpy(given["y"]))
+        data = Dataset("own", split, None, Format("table", (4,), given["classes"]))
+        with pytest.raises(DataError, match=f"^own: {fault}"):
+            _checked(data, "own")
+
+    def test_a_dataset_of_arrays_is_converted(self):
+        split = Split(ROWS, torch.from_numpy(LABELS))
+        x = torch.from_numpy(ROWS).requires_grad_()
+        data = Dataset("own", split, Split(x, LABELS), Format("table", (4,), ("a", "b")))
+        read = _checked(data, "own")
+        assert all(isinstance(each, torch.Tensor) for each in (read.train.x, read.test.y))
+        assert not read.test.x.requires_grad
+
+    def test_a_label_of_the_test_set_alone_is_refused(self, tmp_path):
+        np.savez(tmp_path / "train.npz", x=ROWS, y=LABELS)
+        np.savez(tmp_path / "test.npz", x=ROWS, y=np.full(8, 2))
+        with pytest.raises(DataError, match="label 2 has test samples, but no training samples"):
+            read_source(DataSpec(dataset=f"npz:{tmp_path}"))
+
+    def test_classes_without_samples_are_noted(self, tmp_path, caplog):
+        np.savez(tmp_path / "train.npz", x=ROWS, y=LABELS)
+        read_source(DataSpec(dataset=f"npz:{tmp_path}"))
+        assert not caplog.text
+        np.savez(tmp_path / "train.npz", x=ROWS, y=LABELS * 2 + 1)
+        read_source(DataSpec(dataset=f"npz:{tmp_path}"))
+        assert "2 of the classes 0 to 3 have no samples" in caplog.text
+
+    def test_each_run_reads_the_data_and_the_model_anew(self, tmp_path):
+        size = {"samples": 60, "width": 4}
+
+        def load():
+            x = np.random.default_rng(0).normal(size=(size["samples"], 4)).astype(np.float32)
+            return x, (x[:, 0] > 0).astype(int)
+
+        def model(shape, classes):
+            layers = nn.Flatten(), nn.Linear(4, size["width"]), nn.ReLU()
+            return nn.Sequential(*layers), nn.Linear(size["width"], classes)
+
+        for place in ("first", "second"):
+            with without_figures():
+                result = fedhet.run(
+                    "fedavg", models=model, dataset=load, clients=2, rounds=1, backend="inline",
+                    progress=False, out=tmp_path / place,
+                )  # fmt: skip
+            assert result.clients["samples"].sum() == size["samples"]
+            assert result.model("client-0").classifier.in_features == size["width"]
+            size |= {"samples": 40, "width": 8}
+
+    def test_scalars_of_numpy_are_numbers(self):
+        given = [("rounds", np.int64(3)), ("keep-best", np.bool_(True)), ("seed", np.uint8(2))]
+        run = _resolve("fedavg", [*given, ("training.lr", [np.float32(0.5), 0.25])]).run
+        assert (run.rounds, run.keep_best, run.seed) == (3, True, 2)
+        assert run.training.lr == (0.5, 0.25)
+
+    def test_a_null_character_in_a_path_is_refused(self):
+        with pytest.raises(SettingsError, match="a path must not contain a null character"):
+            expanded("a\0b")
+
+
+class TestHub:
+    """Missing samples and texts of another type are refused, and not read as words."""
+
+    @pytest.mark.parametrize("value", [None, ["a", "b"], {"en": "a"}, " "])
+    def test_a_value_that_is_no_text(self, tmp_path, value):
+        other = "word" if value in (None, " ") else value  # A column has one type.
+        rows = [{"text": other if k else value, "label": k % 2} for k in range(6)]
+        Rows.from_list(rows).save_to_disk(tmp_path / "a")
+        with pytest.raises(DataError, match="row 0, column 'text': expected a text, got "):
+            read_hub(str(tmp_path / "a"), DataSpec(sample_kind="text"))
+
+    def test_one_of_several_texts_may_be_missing(self, tmp_path):
+        rows = [{"title": None, "body": "word", "label": k % 2} for k in range(6)]
+        rows[0]["title"] = "title"
+        Rows.from_list(rows).save_to_disk(tmp_path / "a")
+        spec = DataSpec(sample_kind="text", text_column=("title", "body"))
+        x = read_hub(str(tmp_path / "a"), spec).train.x
+        assert (x[:, :3] > 0).sum(1).tolist() == [2, 1, 1, 1, 1, 1]
+
+    def test_a_missing_image(self, tmp_path):
+        features = Features({"image": HubImage(), "label": ClassLabel(names=["a", "b"])})
+        image = Image.new("L", (4, 4))
+        rows = {"image": [image, None, image, image], "label": [0, 1, 0, 1]}
+        Rows.from_dict(rows, features=features).save_to_disk(tmp_path / "a")
+        with pytest.raises(DataError, match="image 1: the image is missing"):
+            read_hub(str(tmp_path / "a"), DataSpec())
+
+
+class TestOutputsOfModels:
+    """A custom model returns logits, and all its state is in its state dict."""
+
+    @staticmethod
+    def made(function):
+        with seeded(0, "a"):
+            model = function()
+        with seeded(0, "a"):
+            another = function()
+        check_use("mine", model, another, SHAPE, IMAGE)
+
+    @pytest.mark.parametrize("in_training", [True, False])
+    def test_probabilities_are_refused(self, in_training):
+        class Head(nn.Linear):
+            def forward(self, x):
+                logits = super().forward(x)
+                return logits if self.training and not in_training else logits.softmax(1)
+
+        with pytest.raises(ModelError, match="'mine': expected logits, got probabilities"):
+            self.made(lambda: nn.Sequential(nn.Flatten(), Head(16, 3)))
+
+    def test_log_probabilities_are_logits(self):
+        self.made(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.LogSoftmax(1)))
+
+    @pytest.mark.parametrize("persistent", [True, False])
+    def test_random_constants(self, persistent):
+        class Projection(nn.Module):
+            def __init__(self, constant):
+                super().__init__()
+                self.register_buffer("constant", constant.float(), persistent=persistent)
+                self.linear = nn.Linear(5, 3)
+
+            def forward(self, x):
+                return self.linear(x.flatten(1) @ self.constant)
+
+        self.made(lambda: Projection(torch.randn(16, 5)))
+        self.made(lambda: Projection(torch.from_numpy(np.random.normal(size=(16, 5)))))
+
+        def unseeded():
+            return Projection(torch.from_numpy(np.random.default_rng().normal(size=(16, 5))))
+
+        if persistent:
+            self.made(unseeded)
+        else:
+            with pytest.raises(ModelError, match="with the same state dict differ"):
+                self.made(unseeded)
+
+    def test_dropout_in_evaluation_is_accepted(self):
+        class Noisy(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + torch.randn(3)
+
+        self.made(lambda: nn.Sequential(nn.Flatten(), Noisy(16, 3)))
+
+
+def test_columns_of_a_frame_are_no_samples(tmp_path):
+    with without_figures():
+        result = fedhet.run(
+            "local", models="mlp", dataset=(np.tile(ROWS, (8, 1)), np.tile(LABELS, 8)), clients=2,
+            rounds=1, backend="inline", progress=False, out=tmp_path / "run",
+        )  # fmt: skip
+    frame = pd.DataFrame(ROWS, columns=list("abcd"))
+    with pytest.raises(DataError, match="expected an array, got columns, whose names are unknown"):
+        result.predict("client-0", frame[["d", "c", "b", "a"]])
+    assert len(result.predict("client-0", frame.to_numpy()).labels) == len(ROWS)

@@ -256,8 +256,11 @@ def read_pem(path: Path, parse: Callable[[bytes], T], rule: str, *, secret: bool
 def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
     """Replace a leading `~` in `path` with the home directory.
 
-    Raises SettingsError, with the `remedy`, if the home directory is unknown, e.g. in a container.
+    Raises SettingsError if the path is invalid, and, with the `remedy`, if the home directory is
+    unknown, e.g. in a container.
     """
+    if "\0" in str(path):
+        raise SettingsError(f"{path}: a path must not contain a null character")
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -130,6 +130,8 @@ class Column(BaseModel):
 
         texts = pd.Series(list(values.texts), dtype=object)
         if self.type == "date":
+            # pandas reads these words as the current time, whatever the format.
+            texts = texts.where(~texts.str.lower().isin(["now", "today"]))
             form = self.format or "ISO8601"
             dates = pd.to_datetime(texts, format=form, errors="coerce", utc=True)
             moments = dates.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
@@ -267,9 +269,7 @@ def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
         return tuple(sorted({*integers}, key=int)), ""
     forms: dict[str, str] = {}
     for text in distinct:
-        plain = normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
-        form = _integer(plain) or " ".join(plain.casefold().split())
-        if (other := forms.setdefault(form, text)) != text:
+        if (other := forms.setdefault(plain_form(text), text)) != text:
             return tuple(distinct), (
                 f"{other!r} and {text!r} may be the same category. Correct the file, or list all "
                 "categories in a schema (values)."
@@ -281,6 +281,12 @@ def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
         fault = f"several words for yes or no: {', '.join(map(repr, distinct))}. Use one of each."
         return tuple(distinct), fault
     return tuple(distinct), ""
+
+
+def plain_form(text: str) -> str:
+    """Return a text without differences in case, spaces, or the form of characters and integers."""
+    plain = normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
+    return _integer(plain) or " ".join(plain.casefold().split())
 
 
 _FLAGS = frozenset({"yes", "y", "true", "t", "1", "no", "n", "false", "f", "0"})
@@ -319,11 +325,11 @@ def infer_column(name: str, table: Table) -> Column:
         typed = column.model_copy(update={"type": kind})
         numbers = typed.numbers(values)
         if words and not np.isnan(numbers[present]).any():
+            if kind == "number" and _is_index(name, numbers[values.codes], table):
+                return column.model_copy(update={"type": "ignore"})
             # Dates may be consecutive: a series with a row for each day.
-            if kind == "date" or not _counts_rows(numbers[values.codes], table):
-                return typed
-            unnamed = UNNAMED.fullmatch(name)
-            return column.model_copy(update={"type": "ignore"}) if unnamed else column
+            is_date = kind == "date"
+            return typed if is_date or not _counts_rows(numbers[values.codes], table) else column
     with_digits = sum(any(map(str.isdigit, word)) for word in words)
     is_category = (
         0 < len(words) <= MAX_CATEGORIES
@@ -334,16 +340,21 @@ def infer_column(name: str, table: Table) -> Column:
     return column.model_copy(update={"type": "category"}) if is_category else column
 
 
+def _by_file(rows: Numbers, table: Table) -> list[Numbers]:
+    return np.split(rows, np.cumsum([count for _, count in table.files])[:-1])
+
+
 def _counts_rows(rows: Numbers, table: Table) -> bool:
     """Return whether a column counts the rows of each file, in ascending order."""
-    if len(rows) < MIN_ROWS:
+    is_counted = all((np.diff(part) == 1).all() for part in _by_file(rows, table))
+    return len(rows) >= MIN_ROWS and is_counted
+
+
+def _is_index(name: str, rows: Numbers, table: Table) -> bool:
+    """Return whether a column is the index of a data frame, from which rows may be selected."""
+    if not UNNAMED.fullmatch(name) or len(rows) < MIN_ROWS or (np.floor(rows) != rows).any():
         return False
-    start = 0
-    for _, count in table.files:
-        part, start = rows[start : start + count], start + count
-        if (np.diff(part) != 1).any():
-            return False
-    return True
+    return all(len(np.unique(part)) == len(part) for part in _by_file(rows, table))
 
 
 _EXAMPLES: tuple[dict[str, Any], ...] = (

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, nearest, one_line
+from fedhet.data.columns import plain_form
 from fedhet.data.dataset import UNKNOWN, Dataset, Format, Split
 from fedhet.data.rows import Table, find_rows, missing_column_error, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, declared_targets
@@ -233,8 +235,9 @@ class _Tree:
         unlabeled: list[str] = []
         first: dict[str, Path] = {}
         for owner in self._folders(top) if self._by_owner else [""]:
-            for name in self._folders(top / owner):
-                path = top / owner / name
+            for folder in self._folders(top / owner):
+                # macOS decomposes letters such as é in names.
+                path, name = top / owner / folder, normalize("NFC", folder)
                 if name == UNLABELED:
                     unlabeled += self.walk.below(path)
                     continue
@@ -252,6 +255,12 @@ class _Tree:
             raise DataError(f"{first[empty[0]]}: no {noun} found")
         if not names:
             raise DataError(f"{top}: no {noun} found in the class directories")
+        forms = {plain_form(name): name for name in first}
+        if alike := [name for name in first if forms[plain_form(name)] != name]:
+            other = forms[plain_form(alike[0])]
+            raise self._error(
+                first[alike[0]], f"Merge it with {first[other].name!r}, or rename it."
+            )
         classes = tuple(known or sorted(first))
         labels = {name: label for label, name in enumerate(classes)}
         y = torch.tensor([labels[name] for name in names])
@@ -313,12 +322,12 @@ def _read_label_table(path: Path, walk: Walk, spec: DataSpec) -> tuple[list[str]
     if column not in table.columns:
         raise missing_column_error(path, column, table.columns)
     unlabeled = walk.below(top / UNLABELED) if UNLABELED in walk.scan(top).folders else []
-    present = {os.path.relpath(each, top): each for each in walk.below(top)}
-    for each in unlabeled:
-        del present[os.path.relpath(each, top)]
+    unread = {*unlabeled}
+    below = [each for each in walk.below(top) if each not in unread]
+    present = {normalize("NFC", os.path.relpath(each, top)): each for each in below}
     rows: dict[str, int] = {}
     for row, name in enumerate(table.column(column).rows()):
-        key = os.path.normpath(name)
+        key = normalize("NFC", os.path.normpath(name))
         if key in rows:
             fault = f"{name!r} is already in row {rows[key] + 1}. Remove one."
             raise table.error(column, row, fault)

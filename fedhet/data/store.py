@@ -26,6 +26,7 @@ from fedhet.base.errors import (
     one_line,
 )
 from fedhet.base.seeding import numpy_rng
+from fedhet.data.columns import plain_form
 from fedhet.data.dataset import ClientData, Dataset, Split
 from fedhet.data.partition import (
     Assignment,
@@ -277,6 +278,14 @@ class RunData:
                 "because they have too few training samples: %s%s",
                 spec.validation, len(without), spec.clients, ", ".join(without[:MAX_NAMED]), more,
             )  # fmt: skip
+        forms: dict[str, str] = {}
+        for owner in self.dataset.group_names:
+            if (other := forms.setdefault(plain_form(owner), owner)) != owner:
+                LOG.warning(
+                    "%s: the owners %r and %r are different clients. If they are the same owner, "
+                    "correct the data.", spec.dataset, other, owner,
+                )  # fmt: skip
+                break
         owners = {*self.owners().values()}
         if owners and (unused := [n for n in self.dataset.group_names if n not in owners]):
             more = f", and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""

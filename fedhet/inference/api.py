@@ -21,6 +21,7 @@ from fedhet.base.metrics import ACCURACY
 from fedhet.base.seeding import isolated
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
+from fedhet.data.sources.python import USER_CACHES as DATA_CACHES
 from fedhet.engines.simulate import baseline_of, resolve_auto, simulate
 from fedhet.inference.client import (
     LabeledSamples,
@@ -43,6 +44,7 @@ from fedhet.inference.objects import (
     model_name,
     register,
 )
+from fedhet.models import USER_CACHES as MODEL_CACHES
 from fedhet.report.comparison_report import comparison_cells, paired_cells, to_dict
 from fedhet.report.page import render
 from fedhet.runs.directory import is_complete
@@ -121,6 +123,8 @@ def run(
         >>> result = fedhet.run("felo", clients=4, rounds=2, models=["mlp", "cnn2"])
         >>> result.history
     """
+    for cached in (*DATA_CACHES, *MODEL_CACHES):
+        cached.cache_clear()
     keywords = {
         "clients": clients, "rounds": rounds, "models.pool": models, "data.dataset": dataset,
         "seed": seed, BACKEND: backend, "out": out,
@@ -260,6 +264,10 @@ def _as_name(setting: str, value: Any, inline: bool) -> Any:
     if setting == "models.pool" and not isinstance(value, str):
         pool = value if isinstance(value, list | tuple) else [value]
         return [model_name(each, inline=inline) for each in pool]
+    if isinstance(value, list | tuple):
+        return [_as_name("", each, inline) for each in value]
+    if isinstance(value, np.generic):
+        return value.item()
     return str(value) if isinstance(value, Path) else value
 
 

@@ -1019,6 +1019,9 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
         return tokenize(list(x), DataSpec.for_run(record.config().run), where)
     shape = described.shape
     kind = KINDS[described.kind]
+    if hasattr(x, "columns"):
+        fix = "Use x[COLUMNS].to_numpy(), with the columns in the order of the training samples."
+        raise DataError(f"{where}: expected an array, got columns, whose names are unknown. {fix}")
     given = np.asarray(x)
     if given.dtype.kind in "OSU":
         raise DataError(

@@ -54,6 +54,9 @@ def images_or_rows(x: Array, where: Path | str) -> Array:
     channels_last = len(shape) == 4 and shape[3] in (1, 3, 4) and shape[1] > 4
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or channels_last:
         raise DataError(f"{where}: {_EXPECTED}, got {x.dtype} {shape}")
+    if len(shape) > 2 and x.dtype.kind in "iu" and x.dtype != np.uint8:
+        fix = "Convert the images to uint8, or to floats that you have scaled."
+        raise DataError(f"{where}: images of integers must be uint8, got {x.dtype}. {fix}")
     samples = np.ascontiguousarray(x if x.dtype == np.uint8 else finite(x, where, _EXPECTED))
     return samples[:, None] if samples.ndim == 3 else samples
 

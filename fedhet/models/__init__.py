@@ -340,13 +340,18 @@ def _shapes(
         model = _assemble(name, shape, classes, feature_dim, kind)
         state, included = model.state_dict(), part_names(model, part)
         if is_user_model(name):
-            another = _assemble(name, shape, classes, feature_dim, kind)
+            with seeded(0, "shapes", name):
+                another = _assemble(name, shape, classes, feature_dim, kind)
             check_use(name, model, another, shape, KINDS.get(kind))
     return {
         key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for key, tensor in state.items()
         if key in included
     }
+
+
+USER_CACHES = (_shapes, _is_classical)
+"""Caches of results that depend on a user's code, which may change between two runs."""
 
 
 def _assemble(

@@ -252,6 +252,29 @@ def check_use(
                 f"model '{name}': {key}: shared by two models, expected new modules in each call "
                 "of the function, got the same modules. Create the modules inside the function."
             )
+    check_outputs(name, model, another, samples)
+
+
+@torch.no_grad()
+def check_outputs(name: str, model: nn.Module, another: nn.Module, samples: Tensor) -> None:
+    """Check that a custom model returns logits, which depend only on its state dict and samples.
+
+    `another` is the result of a second call to the user's function with the same seeds. It gets the
+    state of `model`. Raises ModelError if the check fails.
+    """
+    another.load_state_dict(model.state_dict())
+    outputs, again, others = (each.eval()(samples) for each in (model, model, another))
+    one = torch.ones(len(samples))
+    if outputs.shape[1] > 1 and (outputs >= 0).all() and torch.allclose(outputs.sum(1), one):
+        raise ModelError(
+            f"model '{name}': expected logits, got probabilities. Remove the softmax from the "
+            "model, because the loss applies it."
+        )
+    if torch.equal(outputs, again) and not torch.allclose(outputs, others, rtol=1e-3, atol=1e-4):
+        raise ModelError(
+            f"model '{name}': two results of the function with the same state dict differ. Store "
+            "each random constant with register_buffer, or draw it from torch's global generator."
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -220,7 +220,11 @@ def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     names: tuple[str, ...] = ()
     if schema is None:
         names = expected.classes or tuple(map(str, range(expected.outputs)))
-        names = names or numbered_classes(splits.values())
+        names = names or numbered_classes(
+            [splits[path] for path in files[TRAIN]],
+            [split for path, split in splits.items() if path not in files[TRAIN]],
+            root,
+        )
     x = splits[first].x
     form = kind_of_arrays(tuple(x.shape[1:]), kind)
     format = Format.from_samples(x, names, form, schema=schema)
@@ -321,10 +325,25 @@ def kind_of_arrays_in(directory: str) -> Kind:
     return TABLE if len(shape) == 2 else IMAGE
 
 
-def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
-    """Return the class names "0", "1", ..., up to the highest label."""
-    highest = max(int(split.y.max()) for split in splits if split is not None and len(split))
-    return tuple(map(str, range(highest + 1)))
+def numbered_classes(
+    train: Iterable[Split], test: Iterable[Split | None], where: Path | str
+) -> tuple[str, ...]:
+    """Return the class names "0", "1", ..., up to the highest label of the training samples.
+
+    Raises DataError if only the test samples have a label. Classes without samples are logged.
+    """
+    labels = torch.unique(torch.cat([split.y for split in train]))
+    for split in test:
+        if split is not None and len(odd := split.y[~torch.isin(split.y, labels)]):
+            fault = f"label {int(odd[0])} has test samples, but no training samples"
+            raise DataError(f"{where}: {fault}. Remove these samples.")
+    if len(labels) < (count := int(labels.max()) + 1):
+        LOG.warning(
+            "%s: %d of the classes 0 to %d have no samples. If y does not start at 0 or has gaps, "
+            "convert it, e.g. with numpy.unique(y, return_inverse=True)[1].",
+            where, count - len(labels), count - 1,
+        )  # fmt: skip
+    return tuple(map(str, range(count)))
 
 
 SOURCES = (

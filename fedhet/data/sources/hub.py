@@ -29,7 +29,7 @@ from fedhet.data.columns import find_words
 from fedhet.data.dataset import Dataset, Format, Location, Source, Split
 from fedhet.data.rows import missing_column_error
 from fedhet.data.sources.arrays import check_same_form
-from fedhet.data.sources.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
+from fedhet.data.sources.images import Form, open_image, to_pixels
 from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 from fedhet.data.targets import find_classes, label_text
 from fedhet.data.texts import text_sample_shape, tokenize
@@ -316,8 +316,8 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
         if absent := [column for column in spec.text_column if column not in rows.features]:
             hint = ". Set data.text-column to the text columns."
             raise missing_column_error(f"hf:{name}", absent[0], rows.features, hint)
-        parts = zip(*(rows[column] for column in spec.text_column), strict=True)
-        return tokenize([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
+        parts = zip(*(_texts(rows, each, name, spec) for each in spec.text_column), strict=True)
+        return tokenize(list(map(" ".join, parts)), spec, f"hf:{name}")
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
     if len(columns) != 1:
         has_texts = {*spec.text_column} & {*rows.features}
@@ -327,6 +327,17 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
             f"{', '.join(rows.features)}, got {len(columns)}{hint}"
         )
     return _images(rows[columns[0]], name, spec)
+
+
+def _texts(rows: Any, column: str, name: str, spec: DataSpec) -> Iterator[str]:
+    """Yield the texts of a column, which may be missing only if there are several columns."""
+    several = len(spec.text_column) > 1
+    for row, value in enumerate(rows[column]):
+        text = "" if several and value is None else label_text(value)
+        if text is None or not (several or text.strip()):
+            fault = f"row {row}, column {column!r}: expected a text, got {value!r:.80}"
+            raise DataError(f"hf:{name}: {fault}")
+        yield text
 
 
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
@@ -345,8 +356,7 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     def opened() -> Iterator[Any]:
         return (_image(value, f"{where}: image {k}", roots) for k, value in enumerate(images))
 
-    gray = all(image.mode in ("1", *GRAY_MODES) for image in opened())
-    form = Form.from_first(apply_orientation(next(opened())).size, gray, spec.image_size)
+    form = Form.of_images(opened, spec.image_size)
     check_max_bytes(len(images) * prod(form.shape), spec, where)
     pixels = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(opened()):
@@ -358,6 +368,8 @@ def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
     """Open an image with Pillow. An image given as a path must be inside one of `roots`."""
     import fsspec
 
+    if value is None:
+        raise DataError(f"{where}: the image is missing")
     content, path = value["bytes"], value["path"] or ""
 
     def described(error: Exception) -> str:

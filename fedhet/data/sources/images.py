@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +75,12 @@ class Form:
         """Return the format with side length `image_size` or, if it is 0, with the size `first`."""
         size = (image_size, image_size) if image_size else first
         return cls("L" if gray else "RGB", size, image_size > 0)
+
+    @classmethod
+    def of_images(cls, images: Callable[[], Iterable[Image]], image_size: int = 0) -> Form:
+        """Return the format of several images, which are RGB unless all of them are grayscale."""
+        gray = all(image.mode in ("1", *GRAY_MODES) for image in images())
+        return cls.from_first(apply_orientation(next(iter(images()))).size, gray, image_size)
 
     @property
     def shape(self) -> tuple[int, int, int]:

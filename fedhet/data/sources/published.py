@@ -163,7 +163,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
         check_same_form(splits[0], splits[-1], "train_images", f"{path}: {part}_images")
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    format = Format.from_samples(training.x, numbered_classes(splits), IMAGE)
+    format = Format.from_samples(training.x, numbered_classes([training], [test], path), IMAGE)
     return Dataset(spec.dataset, training, test, format)
 
 

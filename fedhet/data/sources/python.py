@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
-from fedhet.base.errors import DataError, nearest
+from fedhet.base.errors import DataError, describe_error, nearest
 from fedhet.data.dataset import Dataset, Format, Source, Split, no_path
 from fedhet.data.sources.arrays import (
     check_no_subset,
@@ -38,9 +38,9 @@ from fedhet.data.sources.arrays import (
     make_split,
     numbered_classes,
 )
+from fedhet.data.sources.images import Form, to_pixels
 from fedhet.data.spec import DataSpec
-from fedhet.kinds import IMAGE, KINDS, Kind, kind_of_arrays
-from fedhet.tasks import Regression
+from fedhet.kinds import IMAGE, KINDS, TEXT, Kind, kind_of_arrays
 
 PYTHON = "python"
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -92,15 +92,7 @@ def _call(path: str) -> Dataset | _Parts:
     except (Exception, SystemExit) as error:
         raise DataError(f"data.dataset = {name!r}: the function failed: {error!r}") from error
     if isinstance(result, Dataset):
-        y, count = result.train.y, len(result.format.classes)
-        if isinstance(result.format.task, Regression) and not (
-            y.ndim == 2 and y.shape[1] == count and y.dtype == torch.float32
-        ):
-            raise DataError(
-                f"{name}: train.y must be float32 [N, {count}], one column for each name in "
-                f"classes, got {y.dtype} {list(y.shape)}"
-            )
-        return result
+        return _checked(result, name)
     if not (isinstance(result, list) and result and all(map(_is_data, result))):
         return _read_mapping(result, name)
     clients = [_read_mapping(item, f"{name}: client {k}") for k, item in enumerate(result)]
@@ -111,6 +103,32 @@ def _call(path: str) -> Dataset | _Parts:
         clients[0].kind,
         is_partitioned=True,
     )
+
+
+def _checked(dataset: Dataset, name: str) -> Dataset:
+    """Return a user's dataset. Raises DataError unless its samples and labels match its format."""
+    format, count = dataset.format, len({*dataset.format.classes})
+    is_text, is_class = format.kind == TEXT.name, format.task.targets == "class"
+    shape = format.shape[1:2] if is_text else format.shape
+    types = (torch.int64,) if is_text else (torch.float32, torch.uint8)
+    if count < len(format.classes):
+        raise DataError(f"{name}: expected different class names, got {format.classes}")
+    splits = {part: split for part in _KEYS[:2] if (split := getattr(dataset, part)) is not None}
+    for part, split in splits.items():
+        x, y = (torch.as_tensor(each).detach() for each in (split.x, split.y))
+        rows = [len(x)] if is_class else [len(x), count]
+        is_right = y.dtype == (torch.int64 if is_class else torch.float32) and [*y.shape] == rows
+        if is_class and is_right and len(y):
+            is_right = 0 <= int(y.min()) <= int(y.max()) < count
+        if not is_right:
+            each = f"labels from 0 to {count - 1}" if is_class else "one column for each class"
+            rule = f"{'int64' if is_class else 'float32'} {rows}, {each}"
+            raise DataError(f"{name}: {part}.y must be {rule}, got {y.dtype} {y[:5].tolist()} ...")
+        if x.dtype not in types or tuple(x.shape[1:]) != shape or not x.isfinite().all():
+            rule = f"finite {' or '.join(map(str, types))} {['N', *shape]}"
+            raise DataError(f"{name}: {part}.x must be {rule}, got {x.dtype} {[*x.shape]}")
+        splits[part] = Split(x, y)
+    return replace(dataset, **splits)
 
 
 def _is_data(value: object) -> bool:
@@ -128,7 +146,13 @@ def _read_mapping(value: Any, where: str) -> _Parts:
     if stated is not None and stated not in KINDS:
         known = ", ".join(KINDS)
         raise DataError(f"{where}: kind: expected one of {known}, got {stated!r}")
-    names = content.get("classes", getattr(train, "classes", None)) or ()
+    names = content.get("classes")
+    if names is None:  # A dataset's attribute may be something else, such as their number.
+        names = getattr(train, "classes", ())
+        names = names if isinstance(names, list | tuple) else ()
+    if not isinstance(names, list | tuple | np.ndarray):
+        rule = "expected a list of names in the order of the labels"
+        raise DataError(f"{where}: classes: {rule}, got {type(names).__name__} {names!r:.80}")
     return _Parts(
         [_read_samples(train, where if content is not value else f"{where}: train")],
         [_read_samples(test, f"{where}: test") if test is not None else None],
@@ -146,11 +170,18 @@ def _read_samples(data: Any, where: str) -> Arrays:
     try:
         if isinstance(pair, TorchDataset):
             rows: Any = pair
-            samples = [rows[row] for row in range(len(rows))]
-            x, y = np.stack([_pixels(x) for x, _ in samples]), np.stack([y for _, y in samples])
+            samples = [_sample(rows, row, where) for row in range(len(rows))]
+            inputs, y = [x for x, _ in samples], np.stack([y for _, y in samples])
+            if all(hasattr(image, "getbands") for image in inputs):
+                form = Form.of_images(lambda: inputs)
+                named = ((image, f"{where}: sample {row}:") for row, image in enumerate(inputs))
+                inputs = [to_pixels(image, form, name) for image, name in named]
+            x = np.stack(inputs)
         else:  # Copy the arrays, because the user may modify them.
             x, y = (np.array(np.asarray(part)) for part in pair)
-    except Exception as error:  # A user's dataset may raise any exception.
+    except DataError:
+        raise
+    except Exception as error:  # A user's data may raise any exception.
         got, hint = type(data).__name__, ""
         if hasattr(data, "to_csv"):
             hint = ". Save it with to_csv, and use data.dataset = 'table:FILE'."
@@ -158,11 +189,16 @@ def _read_samples(data: Any, where: str) -> Arrays:
     return x, y
 
 
-def _pixels(sample: Any) -> npt.NDArray[Any]:
-    """Convert a sample to an array. Images of Pillow become [C, H, W]."""
-    array = np.asarray(sample)
-    is_image = hasattr(sample, "getbands") and array.ndim == 3
-    return array.transpose(2, 0, 1) if is_image else array
+def _sample(rows: Any, row: int, where: str) -> tuple[Any, Any]:
+    """Return a sample and its label from a user's dataset, which may raise any exception."""
+    try:
+        sample = rows[row]
+    except Exception as error:
+        raise DataError(f"{where}: sample {row}: {describe_error(error)}") from error
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        got = f"{type(sample).__name__} {sample!r:.80}"
+        raise DataError(f"{where}: sample {row}: expected a pair (x, y), got {got}")
+    return sample[0], sample[1]
 
 
 @lru_cache(maxsize=4)
@@ -199,17 +235,24 @@ def _to_dataset(path: str, task: str, target: str) -> Dataset:
         for other, part in ((train, "train"), (test, "test")):
             if other is not None:
                 check_same_form(clients[0][0], other, where(0, "train"), where(place, part))
-    numbers = numbered_classes(each for pair in clients for each in pair) if schema is None else ()
-    names = schema.outputs if schema else parts.classes or numbers
-    if len(names) < len(numbers) or len(set(names)) < len(names):
-        raise DataError(
-            f"{name}: expected {len(numbers)} different class names, one for each label in y, got "
-            f"{names}"
-        )
+    names = schema.outputs if schema else parts.classes
+    if schema is None:
+        count = max(int(each.y.max()) for pair in clients for each in pair if each is not None) + 1
+        tests = [test for _, test in clients]
+        names = names or numbered_classes([train for train, _ in clients], tests, name)
+        if len(names) < count or len(set(names)) < len(names):
+            raise DataError(
+                f"{name}: expected {count} different class names, one for each label in y, got "
+                f"{names}"
+            )
     format = Format.from_samples(clients[0][0].x, names, parts.sample_kind, schema=schema)
     if parts.is_partitioned:
         return concatenate_clients(name, clients, None, format)
     return Dataset(name, *clients[0], format)
+
+
+USER_CACHES = (_call, _to_dataset)
+"""Caches of results that depend on a user's code, which may change between two runs."""
 
 
 def read_user_data(path: str, spec: DataSpec) -> Dataset:
