@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import unicodedata
 import warnings
@@ -775,3 +777,12 @@ def test_columns_of_a_frame_are_no_samples(tmp_path):
     with pytest.raises(DataError, match="expected an array, got columns, whose names are unknown"):
         result.predict("client-0", frame[["d", "c", "b", "a"]])
     assert len(result.predict("client-0", frame.to_numpy()).labels) == len(ROWS)
+
+
+def test_a_program_without_a_stream_keeps_its_descriptor():
+    code = (
+        "import os, sys\nfrom fedhet.runs.units import make_output_lenient\nout = sys.stdout\n"
+        "sys.stdout = None\nmake_output_lenient()\nprint('lost')\nprint('kept', file=out)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "kept\n"

@@ -157,12 +157,11 @@ def make_output_lenient() -> None:
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
+            # The null device gets the lowest free descriptor, i.e. that of a closed stream. If a
+            # program has only removed the object, its descriptor remains open.
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened != descriptor:
-                os.dup2(opened, descriptor)
-                os.close(opened)
             mode = "w" if descriptor else "r"
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, os.fdopen(opened, mode, encoding="utf-8", closefd=False))
             continue
         strict = name != "stdin" and stream.errors in ("strict", "surrogateescape")
         if strict and isinstance(stream, io.TextIOWrapper):
