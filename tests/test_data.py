@@ -798,7 +798,8 @@ def test_site_faults(tmp_path: Path) -> None:
     )
     np.savez(tmp_path / "train.npz", x=np.ones((6, 2)), y=np.arange(6) % 4)
     assert site_fault(tmp_path) == (
-        f"{tmp_path / 'train.npz'}: labels in y must be 0 to 2 (the run has 3 classes), got 3"
+        f"{tmp_path / 'train.npz'}: labels in y must be 0 to 2 (the run has 3 classes), got 3 "
+        "in sample 3"
     )
     np.savez(tmp_path / "test.npz", x=np.ones((6, 3)), y=np.arange(6) % 4)
     assert "samples must have shape (2,), as in train.npz, got (3,)" in site_fault(tmp_path, 4)

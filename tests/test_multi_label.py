@@ -144,9 +144,11 @@ def test_classes_may_contain_semicolons(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("x,y\n1,old; male\n2,old; female\n3,young; male\n")
     auto = spec("y", task="auto")
-    assert len(infer_schema(read_table(path, auto), auto).classes) == 3
-    path.write_text("x,y\n1,a;b\n2,a\n3,b\n")
+    with pytest.raises(DataError, match="or to classification if each value is a class"):
+        infer_schema(read_table(path, auto), auto)
     stated = spec("y", task="classification")
+    assert len(infer_schema(read_table(path, stated), stated).classes) == 3
+    path.write_text("x,y\n1,a;b\n2,a\n3,b\n")
     assert infer_schema(read_table(path, stated), stated).classes == ("a", "a;b", "b")
 
 

@@ -29,6 +29,28 @@ _HEADER = re.compile(
 """Pattern of .npy headers, except headers of structured dtypes."""
 
 
+def as_array(value: Any) -> Array:
+    """Convert data to a NumPy array in which NaN marks each missing number.
+
+    A number is missing if a mask hides it, as in `numpy.ma`, or if it is None, `pandas.NA`, or NaT.
+    """
+    plain = int, float, str, np.generic
+    if isinstance(value, list | tuple) and not all(isinstance(each, plain) for each in value):
+        return np.array([as_array(each) for each in value])
+    array, mask = np.asarray(value), getattr(value, "mask", None)
+    if array.dtype == object:
+        import pandas as pd
+
+        mask = np.asarray(pd.isna(array))
+        if mask.any():
+            with contextlib.suppress(TypeError, ValueError):
+                array = np.where(mask, np.nan, array).astype(np.float64)
+        return array
+    if isinstance(mask, np.ndarray | np.bool_) and array.dtype.kind in "biuf" and mask.any():
+        array = np.where(mask, np.nan, array.astype(np.float64))
+    return array
+
+
 def grouped(name: str, values: Mapping[str, T]) -> dict[str, T]:
     """Prefix the keys of `values` with `name/` (inverse of `group`)."""
     return {f"{name}/{key}": value for key, value in values.items()}

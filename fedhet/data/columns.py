@@ -10,26 +10,29 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date, timedelta
 from typing import Any, Literal
-from unicodedata import normalize
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedhet.base.errors import DataError, one_line
-from fedhet.data.rows import MISSING, UNNAMED, Table, Values
+from fedhet.data.rows import UNNAMED, Table, Values
+from fedhet.data.words import (
+    MAX_NUMBER,
+    MISSING,
+    find_categories,
+    find_words,
+    integer_form,
+    to_number,
+)
 
 Numbers = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Type = Literal["number", "date", "category", "ignore", "?"]
 MAX_CATEGORIES = 200
-MAX_NUMBER = 1e15
-"""Maximum magnitude of a number, so that sums of squares are finite."""
-MAX_WORD = 1000
-"""Maximum number of characters in a category or a class."""
 _DAY = 86_400_000_000
 """Microseconds of a day."""
 MIN_ROWS = 10
@@ -118,8 +121,8 @@ class Column(BaseModel):
         A marker that is a number, such as -999, also has the form -999.0.
         """
         marks = MISSING | {*self.missing}
-        numbers = {number for mark in self.missing if not math.isnan(number := _number(mark))}
-        return np.array([t in marks or (numbers and _number(t) in numbers) for t in texts], bool)
+        numbers = {number for mark in self.missing if not math.isnan(number := to_number(mark))}
+        return np.array([t in marks or (numbers and to_number(t) in numbers) for t in texts], bool)
 
     def numbers(self, values: Values) -> Numbers:
         """Parse the distinct texts [D] of a column of numbers or dates; invalid texts become NaN.
@@ -238,71 +241,6 @@ class Column(BaseModel):
         }
 
 
-# --- words ----------------------------------------------------------------------------------------
-
-
-def _number(text: str) -> float:
-    """Parse a finite number in Python's notation, or return NaN."""
-    try:
-        number = float(text)
-    except ValueError:
-        return math.nan
-    return number if math.isfinite(number) and "_" not in text else math.nan
-
-
-def _integer(text: str) -> str:
-    """Return the shortest form of an integer such as 1.0 or 01, or "" for another text."""
-    number = _number(text)
-    return str(int(number)) if number.is_integer() and abs(number) <= MAX_NUMBER else ""
-
-
-def find_categories(texts: Iterable[str]) -> tuple[tuple[str, ...], str]:
-    """Return the sorted categories of a column's texts, and a fault or "".
-
-    If all texts are integers, 1, 01, and 1.0 are the same category. Otherwise, the categories are
-    the texts, and it is a fault if two of them differ only in case, spaces, or the form of a
-    number, or if there are several words for yes or no, because they may be the same category.
-    """
-    distinct = sorted({*texts})
-    integers = [_integer(text) for text in distinct]
-    if all(integers):
-        return tuple(sorted({*integers}, key=int)), ""
-    forms: dict[str, str] = {}
-    for text in distinct:
-        if (other := forms.setdefault(plain_form(text), text)) != text:
-            return tuple(distinct), (
-                f"{other!r} and {text!r} may be the same category. Correct the file, or list all "
-                "categories in a schema (values)."
-            )
-        if len(text) > MAX_WORD:
-            fault = f"a value must have at most {MAX_WORD} characters, got {len(text):,}"
-            return tuple(distinct), fault
-    if len(forms) > 2 and forms.keys() <= _FLAGS:
-        fault = f"several words for yes or no: {', '.join(map(repr, distinct))}. Use one of each."
-        return tuple(distinct), fault
-    return tuple(distinct), ""
-
-
-def plain_form(text: str) -> str:
-    """Return a text without differences in case, spaces, or the form of characters and integers."""
-    plain = normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
-    return _integer(plain) or " ".join(plain.casefold().split())
-
-
-_FLAGS = frozenset({"yes", "y", "true", "t", "1", "no", "n", "false", "f", "0"})
-
-
-def find_words(texts: Iterable[str], known: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return the index in `known` of each text, or -1 if it is unknown.
-
-    If all known words are integers, 1.0 and 01 are the word 1.
-    """
-    places = {word: place for place, word in enumerate(known)}
-    form: Callable[[str], str] = _integer if all(map(_integer, known)) else str
-    forms = {form(word): place for place, word in enumerate(known)}
-    return np.array([places.get(text, forms.get(form(text), -1)) for text in texts], np.int64)
-
-
 # --- inference ------------------------------------------------------------------------------------
 
 
@@ -334,7 +272,7 @@ def infer_column(name: str, table: Table) -> Column:
     is_category = (
         0 < len(words) <= MAX_CATEGORIES
         and 2 * with_digits <= len(words)
-        and all(math.isnan(_number(word)) for word in words)
+        and all(math.isnan(to_number(word)) for word in words)
         and not find_categories(words)[1]
     )
     return column.model_copy(update={"type": "category"}) if is_category else column
@@ -428,5 +366,5 @@ def may_identify(column: Column, values: Values) -> bool:
     """
     if column.type != "number" or not MIN_IDENTIFIERS <= len(values.texts) == len(values):
         return False
-    texts = [_integer(text) for text in values.texts]
+    texts = [integer_form(text) for text in values.texts]
     return all(texts) and len({len(text) for text in texts}) == 1

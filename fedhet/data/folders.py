@@ -23,12 +23,12 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, nearest, one_line
-from fedhet.data.columns import plain_form
 from fedhet.data.dataset import UNKNOWN, Dataset, Format, Split
 from fedhet.data.rows import Table, find_rows, missing_column_error, read_table
 from fedhet.data.schemas import SCHEMA, TableSchema, declared_targets
-from fedhet.data.spec import DataSpec, Expected, encode_owners, reading
+from fedhet.data.spec import DataSpec, Expected, reading
 from fedhet.data.targets import infer_targets, read_targets
+from fedhet.data.words import encode_owners, plain_form
 from fedhet.kinds import Kind, Shape
 from fedhet.tasks import CLASSIFICATION, Classification, find_task
 
@@ -264,7 +264,7 @@ class _Tree:
         classes = tuple(known or sorted(first))
         labels = {name: label for label, name in enumerate(classes)}
         y = torch.tensor([labels[name] for name in names])
-        owned = encode_owners(owners) if self._by_owner else {}
+        owned = encode_owners(owners, self.root, frozenset()) if self._by_owner else {}
         return _Part(paths, y, owned, unlabeled), classes
 
     def _folders(self, path: Path) -> list[str]:

@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from fedhet.base.disk import encoding_of, text_in
 from fedhet.base.errors import DataError, error_reason, nearest, one_line
-from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
+from fedhet.data.spec import DataSpec, check_max_bytes, reading
+from fedhet.data.words import MISSING, encode_owners
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,11 +45,6 @@ _CHUNK_BYTES = 2**20
 """Number of bytes that are read at a time, and maximum size of the header of a text file."""
 _BATCH_ROWS = 2**14
 _REFERENCE = 8
-MISSING = frozenset(
-    """#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN None n/a nan
-    null""".split()
-) | {"", "#N/A N/A"}
-"""Markers of missing values in all columns: the default markers of pandas."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ class Table:
             if owner in MISSING:
                 fault = "values of the column data.by must not be missing. Name the owner"
                 raise self.error(by, owners.first_row(place), fault)
-        return encode_owners(owners.rows())
+        return encode_owners(owners.rows(), f"{self.path}: column {one_line(by)!r}")
 
     def error(self, column: str, row: int, fault: str) -> DataError:
         """Return the error for an invalid value in a row, counted from 0."""

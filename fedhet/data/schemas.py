@@ -38,7 +38,7 @@ class TableSchema(BaseModel):
     targets: tuple[Column, ...] = ()
     """Columns of numeric targets."""
     missing: tuple[str, ...] = ()
-    """Markers of missing values in all columns, in addition to `fedhet.data.rows.MISSING`."""
+    """Markers of missing values in all columns, in addition to `fedhet.data.words.MISSING`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = ()

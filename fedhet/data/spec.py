@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -143,9 +142,3 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
 def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
     """Sample `size` row numbers with `stratified`, or return all rows if `size` is 0 or >= N."""
     return stratified(labels, size, rng) if 0 < size < len(labels) else np.arange(len(labels))
-
-
-def encode_owners(owners: Sequence[str] | npt.NDArray[Any]) -> dict[str, Any]:
-    """Return the `Dataset` fields `groups` and `group_names`, given the owner of each sample."""
-    names, groups = np.unique(np.asarray(owners), return_inverse=True)
-    return {"groups": groups.astype(np.int64), "group_names": tuple(map(str, names))}

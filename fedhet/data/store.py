@@ -26,7 +26,6 @@ from fedhet.base.errors import (
     one_line,
 )
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.columns import plain_form
 from fedhet.data.dataset import ClientData, Dataset, Split
 from fedhet.data.partition import (
     Assignment,
@@ -57,6 +56,7 @@ from fedhet.data.spec import (
     no_test_error,
     stratified,
 )
+from fedhet.data.words import plain_form
 from fedhet.settings.run import RunSettings
 from fedhet.tasks import Classification
 from fedhet.wire.identity import ClientInfo, client_name
@@ -390,13 +390,24 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
 
     Raises DataError if its files are invalid, or if it has fewer than `min_classes` classes.
     """
-    dataset = read_source(spec)
+    dataset, source = read_source(spec), find_source(spec.dataset)[0]
     if spec.by and dataset.groups is None:
         supported = ", ".join(each.owners for each in SOURCES.values() if each.owners)
         raise SettingsError(
             f"data.by is unsupported with data.dataset = {spec.dataset!r}, expected one of "
             f"{supported}"
         )
+    y = dataset.train.y
+    present = torch.unique(y).tolist() if y.ndim == 1 else []
+    if dataset.test is not None and present and source.name != "next-token":
+        unseen = sorted({*torch.unique(dataset.test.y).tolist()} - {*present})
+        if unseen:
+            LOG.warning(
+                "%s: %d classes have test samples but no training samples, so no client can learn "
+                "them: %s",
+                spec.dataset, len(unseen),
+                one_line(", ".join(dataset.format.classes[label] for label in unseen))[:200],
+            )  # fmt: skip
     if 0 < spec.max_samples < len(dataset.train):  # Some readers have already drawn the samples.
         rows = spec.draw_samples(dataset.format.strata(dataset.train.y))
         dataset = dataset.with_train_rows(rows)
@@ -418,8 +429,12 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
         test = dataset.subset(dataset.test, spec.max_test_samples, rng)
         dataset = replace(dataset, test=test)
     min_classes = min(min_classes, dataset.format.task.min_outputs)
-    if (count := len(dataset.format.classes)) < min_classes:
-        raise DataError(f"{spec.dataset}: expected at least {min_classes} classes, got {count}")
+    count = len(present) or len(dataset.format.classes)
+    if min(count, len(dataset.format.classes)) < min_classes:
+        raise DataError(
+            f"{spec.dataset}: expected at least {min_classes} classes, got {count} in the training "
+            "samples"
+        )
     return dataset
 
 

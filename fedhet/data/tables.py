@@ -77,6 +77,8 @@ def infer_schema(
         if missing := int(values.counts()[absent].sum()):
             marks = ", ".join(repr(values.texts[k]) for k in np.flatnonzero(absent)[:5])
             evidence = f" ({missing} of {len(table)} are missing: {marks})"
+        if column.type == "number" and len(values.texts) - absent.sum() == 1:
+            evidence += " (all values are equal)"
         report(f"{column.name}: {fitted[-1].summary}{evidence}")
         if may_identify(column, values):
             LOG.warning(
@@ -108,7 +110,7 @@ def declare(table: Table, spec: DataSpec, declared: TableSchema | None = None) -
     for name in spec.exclude:
         if name not in table.columns:
             raise missing_column_error(table.path, name, table.columns, " (data.exclude)")
-    if declared is None:
+    if declared is None or not declared.columns:
         columns = tuple(infer_column(name, table) for name in table.columns if name not in excluded)
         return TableSchema.model_construct(target=spec.target, columns=columns)
     columns = tuple(column for column in declared.columns if column.name not in excluded)

@@ -6,6 +6,7 @@ The task of a run determines the form of its targets (`Task.targets`).
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,23 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhet.base.disk import parse_json
-from fedhet.base.errors import DataError, nearest
+from fedhet.base.errors import DataError, nearest, one_line
 from fedhet.base.metrics import MAX_LABELS
-from fedhet.data.columns import (
-    MAX_NUMBER,
-    Column,
-    describe_unclear,
-    find_categories,
-    find_words,
-    suggest,
-)
-from fedhet.data.rows import MISSING, Table, Values
+from fedhet.data.columns import Column, describe_unclear, suggest
+from fedhet.data.rows import Table, Values
 from fedhet.data.schemas import SCHEMA, TableSchema, toml_key
 from fedhet.data.spec import DataSpec, check_max_bytes
-from fedhet.tasks import AUTO, MAX_CLASSES, find_task
+from fedhet.data.words import MAX_NUMBER, MISSING, find_categories, find_words
+from fedhet.tasks import AUTO, MAX_CLASSES, Regression, find_task
 
 if TYPE_CHECKING:
     import torch
+
+    from fedhet.data.dataset import Dataset
 
 LOG = logging.getLogger("fedhet")
 MANY_CLASSES = 20
@@ -98,11 +95,13 @@ def infer_targets(
         counted = _read_labels(table, names, spec.target, marks)
         for place, name in enumerate(names):
             present = counted[~np.isnan(counted[:, place]), place]
-            report(f"{name}: label, {int(present.sum())} of {len(present)} rows")
+            note = "" if len({*present.tolist()}) > 1 else ", so it never varies"
+            report(f"{name}: label, {int(present.sum())} of {len(present)} rows{note}")
         return TableSchema(target=spec.target, task=task.name, classes=names, missing=marks)
     targets = []
     for name in names:
         column = next((c for c in declared.targets if c.name == name), None) if declared else None
+        declared_scale = column is not None and column.deviation is not None
         if is_undeclared := column is None:
             column = Column(name=name, type="number")
         values = table.column(name)
@@ -125,6 +124,14 @@ def infer_targets(
                 error.add_note(describe_unclear(table, [name])[name])
             error.add_note("If the values are classes, set data.task to classification.")
             raise error from None
+        found = column.numbers(values)
+        if not declared_scale and found.min() == found.max():
+            raise DataError(
+                f"{table.path}: column {name!r}: the target is {found[0]:g} in all {len(table)} "
+                "rows, so there is nothing to learn. Choose another target, or set mean and "
+                f"deviation in [targets.{toml_key(name)}] of {SCHEMA} if other sites have more "
+                "values."
+            )
         report(f"{name}: target, {column.summary}")
         targets.append(column)
     return TableSchema(target=spec.target, task=task.name, targets=tuple(targets))
@@ -174,7 +181,10 @@ def read_targets(schema: TableSchema, table: Table) -> torch.Tensor:
         if (places < 0).any():
             first = int((places < 0).argmax())
             text = values.texts[first]
-            fault = f"unknown class {text!r}{nearest(text, schema.classes)}"
+            fault = (
+                f"unknown class {text!r}{nearest(text, schema.classes) or '.'} {SCHEMA} or the "
+                "training rows define the classes. Correct the value, or remove the row."
+            )
             fault = _MISSING_LABEL if text in MISSING else fault
             raise table.error(schema.target, values.first_row(first), fault)
         return torch.from_numpy(places[values.codes])
@@ -205,21 +215,16 @@ def find_classes(texts: Sequence[str], where: str, task: str) -> tuple[str, ...]
         DataError: If the texts are unsuitable as classes.
     """
     labels = [text for text in texts if text not in MISSING]
-    classes, fault = find_categories(labels)
-    for name in classes:
-        if not name.isprintable():
-            fault = f"label {name!r} must be printable text"
+    classes, fault = find_categories(labels, "classes")
     if fault:
         raise DataError(f"{where}: {fault}")
     if task == AUTO:
-        for mark in LIST_MARKS:
-            if are_lists(labels, mark):
-                raise DataError(
-                    f"{where}: expected one class in each row, got "
-                    f"{min(label for label in labels if mark in label)!r}. Set data.task to "
-                    "multi-label if the values are lists of labels, or to classification if each "
-                    "value is a class."
-                )
+        if lists := [label for label in labels if _LISTED.search(label)] or joined_labels(labels):
+            raise DataError(
+                f"{where}: expected one class in each row, got {max(lists, key=len)!r:.80}. Set "
+                "data.task to multi-label if the values are lists of labels, to regression if they "
+                "are numbers, or to classification if each value is a class."
+            )
         numbers = Column(name="", type="number").numbers(Values.from_texts(classes))
         known = numbers[~np.isnan(numbers)]
         if len(known) > max(MANY_CLASSES, 0.9 * len(classes)):
@@ -228,6 +233,9 @@ def find_classes(texts: Sequence[str], where: str, task: str) -> tuple[str, ...]
                 f"{known.min():g} to {known.max():g}. Set data.task to regression to predict "
                 "numbers, or to classification if each number is a class."
             )
+    for name in classes:
+        if not name.isprintable():
+            raise DataError(f"{where}: label {name!r} must be printable text")
     if not 2 <= len(classes) <= MAX_CLASSES:
         raise DataError(
             f"{where}: expected 2 to {MAX_CLASSES} classes, got {len(classes)} distinct values"
@@ -237,17 +245,17 @@ def find_classes(texts: Sequence[str], where: str, task: str) -> tuple[str, ...]
 
 FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 """Supported texts in the column of a label, in lower case, with their values."""
-LIST_MARKS = ";|"
-"""Characters that separate labels in lists; only the first character is accepted."""
+_BRACKETED = re.compile(r"(?:set|frozenset|list|tuple|array|Index|c)?[\[({<].*[\])}>]", re.DOTALL)
+"""Pattern of lists as Python, pandas, R, and databases write them, such as {'a', 'b'}."""
+_LISTED = re.compile(rf"[,;|\t\n]|^{_BRACKETED.pattern}$", re.DOTALL)
+"""Pattern of a text that is probably a list of labels."""
 
 
-def are_lists(texts: Sequence[str], mark: str) -> bool:
-    """Return whether texts look like lists separated by `mark`.
-
-    In lists, the number of distinct labels is smaller than the number of texts.
-    """
-    parts = {part.strip() for text in texts for part in text.split(mark)}
-    return len(parts) < len(texts) and any(mark in text for text in texts)
+def joined_labels(labels: Sequence[str]) -> list[str]:
+    """Return the labels that consist of several other labels, such as "a b" or "a/b"."""
+    known = {*labels}
+    split = {label: {*re.split(r"[\s,|+&/]+", label)} - {""} for label in labels}
+    return [label for label, parts in split.items() if len(parts) > 1 and parts <= known]
 
 
 def _label_names(
@@ -259,9 +267,11 @@ def _label_names(
     if len(names) == 1:
         values = table.column(spec.target, lists=True)
         lists = _label_lists(table, spec.target, values, marks)
-        names, fault = find_categories(word for row in lists for word in row or ())
+        names, fault = find_categories((word for row in lists for word in row or ()), "classes")
         if fault:
             raise DataError(f"{where}: {fault}")
+        present = (text for text, row in zip(values.texts, lists, strict=True) if row is not None)
+        _check_separator([*present], f"{table.path}: column {spec.target!r}")
         if {*names} <= FLAGS.keys():
             raise DataError(
                 f"{where}: expected lists of labels, got only 0 and 1. For several labels, list "
@@ -276,6 +286,22 @@ def _label_names(
             f"({len({*names})} different)"
         )
     return names
+
+
+def _check_separator(texts: Sequence[str], where: str) -> None:
+    """Raise DataError if the labels in lists are separated by another character than `;`."""
+    plain = [text for text in texts if not text.startswith("[")]
+    labels = sorted({part.strip() for text in plain for part in text.split(";")} - {""})
+    found = joined_labels(labels)
+    if not any(";" in text for text in plain):  # A label may contain commas if `;` separates it.
+        found += [label for label in labels if _LISTED.search(label)]
+        words = {word for label in labels for word in label.split()}
+        found += [each for each in labels if " " in each] if len(words) < len(labels) else []
+    if found:
+        raise DataError(
+            f"{where}: labels in a list must be separated by ';', got {found[0]!r:.80}. Write the "
+            'list as a;b or ["a", "b"], or list the labels in a schema (classes).'
+        )
 
 
 def _read_labels(
@@ -302,7 +328,7 @@ def _read_labels(
         return targets
     values = table.column(target, lists=True)
     rows = np.full((len(values.texts), len(labels)), np.nan, np.float32)
-    for number, row in enumerate(_label_lists(table, target, values, marks)):
+    for number, row in enumerate(_label_lists(table, target, values, marks, labels)):
         if row is None:
             continue
         rows[number] = 0
@@ -316,35 +342,61 @@ def _read_labels(
 
 
 def _label_lists(
-    table: Table, column: str, values: Values, marks: Sequence[str]
+    table: Table, column: str, values: Values, marks: Sequence[str], known: Sequence[str] = ()
 ) -> list[list[str] | None]:
     """Return the labels in each distinct text of a column, or None if the value is missing.
 
-    A list has the form `a;b` or `["a", "b"]`. Raises DataError if a value is invalid.
+    A list has the form `a;b` or `["a", "b"]`. A text in `known` is a single label. Raises DataError
+    if a value is invalid.
     """
-    for mark in LIST_MARKS[1:]:
-        if not any(text.startswith("[") for text in values.texts) and are_lists(values.texts, mark):
-            raise DataError(
-                f"{table.path}: target column {column!r}: labels in a list must be separated by "
-                f"';', got {next(text for text in values.texts if mark in text)!r:.80}. Replace "
-                f"{mark!r} with ';'."
-            )
     lists: list[list[str] | None] = []
     for number, text in enumerate(values.texts):
         try:
             if text in MISSING or text in marks:
                 lists.append(None)
-            elif text.startswith("["):
-                labels = [label_text(each) for each in parse_json(text)]
+            elif text in known:
+                lists.append([text])
+            elif _BRACKETED.fullmatch(text) or text.startswith("["):
+                content = parse_json(text)
+                is_list = isinstance(content, list)
+                labels = [label_text(each) for each in content] if is_list else [None]
                 if None in labels:
                     raise ValueError("expected a list of labels, got a list, an object, or null")
                 lists.append([label.strip() for label in labels if label is not None])
             else:
                 lists.append([label for each in text.split(";") if (label := each.strip())])
         except (ValueError, RecursionError) as error:
-            fault = f'expected labels such as a;b or ["a", "b"], got {text!r:.80} ({error})'
+            fault = (
+                f'expected labels such as a;b or ["a", "b"], got {text!r:.80} ({error}). Convert '
+                "the column, for example with json.dumps or ';'.join."
+            )
             raise table.error(column, values.first_row(number), fault) from None
     return lists
+
+
+def warn_of_constant_targets(dataset: Dataset) -> None:
+    """Log the numeric targets and labels that have one value in all training samples.
+
+    At a site, this is no error, because other sites may have other values.
+    """
+    task, y, names = dataset.format.task, dataset.train.y, dataset.format.classes
+    if task.targets == "class" or y.ndim != 2 or not len(y):
+        return
+    values = task.in_units(y) if isinstance(task, Regression) else y.numpy()
+    absent = np.isnan(values)
+    low = np.where(absent, np.inf, values).min(0).tolist()
+    high = np.where(absent, -np.inf, values).max(0).tolist()
+    same = [
+        f"{name} (always {'missing' if least > most else format(least, '.4g')})"
+        for name, least, most in zip(names, low, high, strict=True)
+        if least >= most
+    ]
+    if same:
+        LOG.warning(
+            "%s: %d of %d targets have one value in all %d training samples, so a model cannot "
+            "learn them: %s",
+            dataset.name, len(same), len(names), len(y), one_line(", ".join(same))[:500],
+        )  # fmt: skip
 
 
 def label_text(value: object) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedhet.base.arrays import grouped
+from fedhet.base.arrays import as_array, grouped
 from fedhet.base.errors import (
     DataError,
     FedhetError,
@@ -1022,7 +1022,7 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     if hasattr(x, "columns"):
         fix = "Use x[COLUMNS].to_numpy(), with the columns in the order of the training samples."
         raise DataError(f"{where}: expected an array, got columns, whose names are unknown. {fix}")
-    given = np.asarray(x)
+    given = as_array(x)
     if given.dtype.kind in "OSU":
         raise DataError(
             f"{where}: expected an array of numbers, got {given.dtype}. Use `fedhet predict` to "

@@ -21,9 +21,9 @@ from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.client_runtime.samples import ServerRecord
 from fedhet.data.dataset import Stored
-from fedhet.data.rows import MISSING
 from fedhet.data.schemas import TableSchema
 from fedhet.data.texts import WORDS, configuration
+from fedhet.data.words import MISSING
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT
 from fedhet.learning.devices import scaled

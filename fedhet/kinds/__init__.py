@@ -65,8 +65,10 @@ def finite(x: Array, where: Path | str, expected: str) -> npt.NDArray[np.float32
     """Convert numbers to float32. Raises DataError with the text `expected` for NaN or infinity."""
     with np.errstate(over="ignore"):  # Overflow is reported below.
         samples = np.ascontiguousarray(x.astype(np.float32))
-    if not np.isfinite(samples).all():
-        raise DataError(f"{where}: {expected}, got NaN or infinite values")
+    if not (valid := np.isfinite(samples)).all():
+        row = int(np.argwhere(~valid)[0, 0])
+        got = "NaN or infinite values (NaN is also a masked or missing value)"
+        raise DataError(f"{where}: {expected}, got {got}, first in sample {row}")
     return samples
 
 

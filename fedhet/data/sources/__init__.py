@@ -18,6 +18,7 @@ from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.base.seeding import preserve_global_rng
 from fedhet.data.dataset import Dataset, Source
 from fedhet.data.spec import DataSpec
+from fedhet.data.targets import warn_of_constant_targets
 from fedhet.data.texts import WORDS, encoder_directory
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings
@@ -83,6 +84,7 @@ def read_source(spec: DataSpec) -> Dataset:
             f"{spec.task!r}. Set data.task to {name}"
             + (f", or use {_OTHER_TASKS}." if task is not Classification else ".")
         )
+    warn_of_constant_targets(dataset)
     return replace(dataset, format=dataset.format.for_run(spec))
 
 

@@ -27,8 +27,9 @@ from fedhet.data.dataset import Dataset, Format, Source, Split
 from fedhet.data.folders import TEST, TRAIN
 from fedhet.data.rows import Table
 from fedhet.data.schemas import TableSchema, declared_targets
-from fedhet.data.spec import DataSpec, Expected, check_max_bytes, encode_owners, reading
+from fedhet.data.spec import DataSpec, Expected, check_max_bytes, reading
 from fedhet.data.targets import array_table, infer_targets, read_targets
+from fedhet.data.words import encode_owners
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, Kind, kind_of_arrays
 from fedhet.tasks import Classification, find_task
 
@@ -100,6 +101,9 @@ def convert_labels(
     y: npt.NDArray[Any], where: Path | str, classes: int = MAX_CLASSES
 ) -> npt.NDArray[np.int64]:
     """Convert labels [N] to int64. Raises DataError if they are not class indices."""
+    if y.dtype.kind == "f" and (missing := np.flatnonzero(np.isnan(y))).size:
+        fault = f"the label of sample {missing[0]} is missing (NaN). Remove the sample."
+        raise DataError(f"{where}: {fault}")
     if y.ndim != 1 or y.dtype.kind not in "iu":
         hint = ""
         if y.dtype.kind == "f":
@@ -113,7 +117,10 @@ def convert_labels(
     if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
         invalid = labels.min() if labels.min() < 0 else labels.max()
         run = f" (the run has {classes} classes)" if classes < MAX_CLASSES else ""
-        raise DataError(f"{where}: labels in y must be 0 to {classes - 1}{run}, got {invalid}")
+        row = int((labels == invalid).argmax())
+        hint = ". Remove samples without a label." if invalid < 0 else ""
+        rule = f"labels in y must be 0 to {classes - 1}{run}"
+        raise DataError(f"{where}: {rule}, got {invalid} in sample {row}{hint}")
     return labels
 
 
@@ -220,11 +227,9 @@ def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     names: tuple[str, ...] = ()
     if schema is None:
         names = expected.classes or tuple(map(str, range(expected.outputs)))
-        names = names or numbered_classes(
-            [splits[path] for path in files[TRAIN]],
-            [split for path, split in splits.items() if path not in files[TRAIN]],
-            root,
-        )
+        own = [splits[path] for path in files[TRAIN]]
+        tests = ((path, split) for path, split in splits.items() if path not in files[TRAIN])
+        names = names or numbered_classes(own, tests)
     x = splits[first].x
     form = kind_of_arrays(tuple(x.shape[1:]), kind)
     format = Format.from_samples(x, names, form, schema=schema)
@@ -283,7 +288,7 @@ def _owners(path: Path, samples: int, spec: DataSpec) -> dict[str, Any]:
             f"{path}: {spec.by} must be integers or words of shape [{samples}], got "
             f"{owners.dtype} {list(owners.shape)}"
         )
-    return encode_owners(owners)
+    return encode_owners(owners, f"{path}: {spec.by}")
 
 
 def concatenate_clients(
@@ -326,22 +331,24 @@ def kind_of_arrays_in(directory: str) -> Kind:
 
 
 def numbered_classes(
-    train: Iterable[Split], test: Iterable[Split | None], where: Path | str
+    train: Sequence[Split], tests: Iterable[tuple[object, Split | None]]
 ) -> tuple[str, ...]:
     """Return the class names "0", "1", ..., up to the highest label of the training samples.
 
-    Raises DataError if only the test samples have a label. Classes without samples are logged.
+    `tests` contains test samples and their sources, for messages. Raises DataError if a test sample
+    has a class without a training sample. Classes without samples are logged.
     """
     labels = torch.unique(torch.cat([split.y for split in train]))
-    for split in test:
-        if split is not None and len(odd := split.y[~torch.isin(split.y, labels)]):
-            fault = f"label {int(odd[0])} has test samples, but no training samples"
-            raise DataError(f"{where}: {fault}. Remove these samples.")
+    for where, split in tests:
+        if split is not None and (unknown := ~torch.isin(split.y, labels)).any():
+            row = int(unknown.nonzero()[0])
+            fault = f"label {int(split.y[row])} has test samples, but no training samples"
+            raise DataError(f"{where}: sample {row}: {fault}. Remove or correct these samples.")
     if len(labels) < (count := int(labels.max()) + 1):
         LOG.warning(
-            "%s: %d of the classes 0 to %d have no samples. If y does not start at 0 or has gaps, "
+            "%d of the classes 0 to %d have no samples. If y does not start at 0 or has gaps, "
             "convert it, e.g. with numpy.unique(y, return_inverse=True)[1].",
-            where, count - len(labels), count - 1,
+            count - len(labels), count - 1,
         )  # fmt: skip
     return tuple(map(str, range(count)))
 

@@ -2,8 +2,8 @@
 
 A NAME that begins with `/`, `~` or `.`, or that is the path of a directory, is a local directory
 with files that the library `datasets` can read, or that its `save_to_disk` has written. The split
-`train` is the training set, and the split `test`, or `validation` if there is no `test`, is the
-common test set. Only data files are read; code in a dataset is never executed.
+`train` is the training set. The split `test` is the common test set, or `validation` if there is no
+`test` or if no row of it has a label. Only data files are read; fedhet runs no code from a dataset.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,21 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded, read_json, read_text
 from fedhet.base.errors import DataError, describe_error, error_text
-from fedhet.data.columns import find_words
 from fedhet.data.dataset import Dataset, Format, Location, Source, Split
 from fedhet.data.rows import missing_column_error
 from fedhet.data.sources.arrays import check_same_form
 from fedhet.data.sources.images import Form, open_image, to_pixels
-from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
+from fedhet.data.spec import DataSpec, Expected, check_max_bytes, reading
 from fedhet.data.targets import find_classes, label_text
 from fedhet.data.texts import text_sample_shape, tokenize
+from fedhet.data.words import MISSING, encode_owners, find_words
 from fedhet.kinds import IMAGE, TEXT
 
+LOG = logging.getLogger("fedhet")
 TESTS = ("test", "validation")
-"""Splits that may be the common test set; the first existing split is used."""
+"""Splits that may be the common test set; the first split with labels is used."""
+_UNLABELED = "-1"
+"""Label of a row without a class, as in the test splits of GLUE."""
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
 _SUBSET = re.compile(r"\w[\w.-]*")
@@ -56,31 +59,33 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     Raises DataError if the dataset cannot be read or lacks a column.
     """
     splits, where = _splits(name, spec), f"hf:{name}"
-    train, test = splits["train"], next((splits[part] for part in TESTS if part in splits), None)
-    label, features = spec.label_column, train.features
+    train, label, features = splits["train"], spec.label_column, splits["train"].features
     if label not in features:
         stated = [key for key, each in features.items() if type(each).__name__ == "ClassLabel"]
         if len(stated) != 1:
             hint = ". Set data.label-column to the label column."
             raise missing_column_error(where, label, features, hint)
         label = str(stated[0])
-    if type(features[label]).__name__ == "ClassLabel":
-        classes = tuple(map(str, features[label].names))
-        places: dict[Any, int] = {number: number for number in range(len(classes))}
-    else:
-        values = [*train[label], *(test[label] if test is not None else ())]
-        labels = [text for text in map(label_text, values) if text is not None]
-        if len(labels) < len(values):
-            rule = "expected a number or a word for each sample"
-            raise DataError(f"{where}: column {label!r}: {rule}")
-        classes = find_classes(sorted({*labels}), f"{where}: column {label!r}", spec.task)
-        places = dict(zip(values, find_words(labels, classes).tolist(), strict=True))
-    parts = []
-    for rows in (train, test) if test is not None else (train,):
-        labels_of = [places.get(value, -1) for value in rows[label]]
-        if not labels_of or min(labels_of) < 0:
-            raise DataError(f"{where}: column {label!r}: expected a label for each sample")
-        parts.append(Split(_samples(rows, name, spec), torch.tensor(labels_of, dtype=torch.int64)))
+    names = getattr(features[label], "names", None)  # A ClassLabel has names.
+    labels = {part: _labels(rows, label, names) for part, rows in splits.items()}
+    expected = spec.expected or Expected()
+    classes = tuple(map(str, names or expected.classes))
+    texts = sorted({text for text in labels["train"] if text})
+    classes = classes or find_classes(texts, f"{where}: column {label!r}", spec.task)
+    used = _used_splits(labels, classes, f"{where}: column {label!r}")
+    parts: list[Split] = []
+    for part, own in used.items():
+        y = torch.from_numpy(find_words(own, classes))
+        # A site may lack training samples of some classes.
+        known = parts[0].y if parts and not expected.outputs else torch.arange(len(classes))
+        if not len(y) or (unknown := ~torch.isin(y, known)).any():
+            row = int(unknown.nonzero()[0]) if len(y) else 0
+            got = f"no training row has its class {own[row]!r}" if own[row] else "it has no label"
+            raise DataError(
+                f"{where}: split {part!r}, row {row + 1}, column {label!r}: expected a label for "
+                f"each sample, but {got}. Correct the label, or remove the row."
+            )
+        parts.append(Split(_samples(splits[part], name, spec), y))
     check_same_form(parts[0], parts[-1], "the training set", f"{where}: test set")
     owned = {}
     if spec.by:
@@ -90,12 +95,50 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
         if None in owners:
             rule = "expected a number or a word for each sample"
             raise DataError(f"{where}: column {spec.by!r} (data.by): {rule}")
-        owned = encode_owners(list(map(str, owners)))
+        owned = encode_owners(list(map(str, owners)), f"{where}: column {spec.by!r}")
     is_text = spec.sample_kind == TEXT.name
     kind, shape = (TEXT, text_sample_shape(spec)) if is_text else (IMAGE, ())
     format = Format.from_samples(parts[0].x, classes, kind, shape=shape)
-    test_split = parts[1] if test is not None else None
-    return Dataset(spec.dataset, parts[0], test_split, format, **owned)
+    return Dataset(spec.dataset, parts[0], parts[1] if parts[1:] else None, format, **owned)
+
+
+def _used_splits(
+    labels: Mapping[str, list[str]], classes: Sequence[str], where: str
+) -> dict[str, list[str]]:
+    """Return the labels of the training split and of the first test split that has labels.
+
+    Raises DataError, prefixed with `where`, if no test split has labels.
+    """
+    used, without = {"train": labels["train"]}, []
+    for part in [part for part in TESTS if part in labels]:
+        if {*labels[part]} <= {"", _UNLABELED} - {*classes}:
+            without.append(part)
+        elif len(used) < 2:
+            used[part] = labels[part]
+    if TESTS[0] in without or (without and len(used) < 2):
+        fault = f"{where}: no row of the split {without[0]!r} has a label"
+        if len(used) < 2:
+            fix = "Label the rows, or save a copy without the split with save_to_disk"
+            raise DataError(f"{fault}. {fix}, and use hf:DIR.")
+        LOG.warning("%s. The common test set is %r.", fault, [*used][1])
+    return used
+
+
+def _labels(rows: Any, label: str, names: Sequence[str] | None) -> list[str]:
+    """Return the label of each row as text, or "" if it is missing.
+
+    `names` are the classes of the training split if it states them.
+    """
+    if label not in rows.features:
+        return [""] * len(rows)
+    names = getattr(rows.features[label], "names", names)
+    if names is not None:
+        known = dict(enumerate(map(str, names))) | {int(_UNLABELED): ""}
+        values = [known.get(each, each) if isinstance(each, int) else each for each in rows[label]]
+    else:
+        values = rows[label]
+    texts = (label_text(value) or "" for value in values)
+    return ["" if text in MISSING else text for text in texts]
 
 
 def parse(location: str) -> Location:
@@ -369,7 +412,7 @@ def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
     import fsspec
 
     if value is None:
-        raise DataError(f"{where}: the image is missing")
+        raise DataError(f"{where}: the image is missing. Remove the row.")
     content, path = value["bytes"], value["path"] or ""
 
     def described(error: Exception) -> str:

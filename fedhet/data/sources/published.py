@@ -23,7 +23,6 @@ import torch
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, describe_error
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.columns import MAX_NUMBER, find_words
 from fedhet.data.dataset import Dataset, Format, Source, Split, encode_labels, no_path
 from fedhet.data.rows import read_frame
 from fedhet.data.sources.arrays import (
@@ -33,6 +32,7 @@ from fedhet.data.sources.arrays import (
     read_arrays,
 )
 from fedhet.data.spec import FIXED_SEED, DataSpec, Index, stratified
+from fedhet.data.words import MAX_NUMBER, find_words
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.settings.run import DataSettings
 
@@ -163,7 +163,8 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
         check_same_form(splits[0], splits[-1], "train_images", f"{path}: {part}_images")
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    format = Format.from_samples(training.x, numbered_classes([training], [test], path), IMAGE)
+    classes = numbered_classes([training], [(f"{path}: test_labels", test)])
+    format = Format.from_samples(training.x, classes, IMAGE)
     return Dataset(spec.dataset, training, test, format)
 
 

@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.masked import MaskedTensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
+from fedhet.base.arrays import as_array
 from fedhet.base.errors import DataError, describe_error, nearest
 from fedhet.data.dataset import Dataset, Format, Source, Split, no_path
 from fedhet.data.sources.arrays import (
@@ -115,6 +117,10 @@ def _checked(dataset: Dataset, name: str) -> Dataset:
         raise DataError(f"{name}: expected different class names, got {format.classes}")
     splits = {part: split for part in _KEYS[:2] if (split := getattr(dataset, part)) is not None}
     for part, split in splits.items():
+        for each in (split.x, split.y):
+            if isinstance(each, MaskedTensor) or getattr(each, "is_nested", False):
+                rule = "must be plain tensors. Remove the samples with missing values"
+                raise DataError(f"{name}: {part}: x and y {rule}, got {type(each).__name__}.")
         x, y = (torch.as_tensor(each).detach() for each in (split.x, split.y))
         rows = [len(x)] if is_class else [len(x), count]
         is_right = y.dtype == (torch.int64 if is_class else torch.float32) and [*y.shape] == rows
@@ -171,14 +177,14 @@ def _read_samples(data: Any, where: str) -> Arrays:
         if isinstance(pair, TorchDataset):
             rows: Any = pair
             samples = [_sample(rows, row, where) for row in range(len(rows))]
-            inputs, y = [x for x, _ in samples], np.stack([y for _, y in samples])
+            inputs, y = [x for x, _ in samples], as_array([y for _, y in samples])
             if all(hasattr(image, "getbands") for image in inputs):
                 form = Form.of_images(lambda: inputs)
                 named = ((image, f"{where}: sample {row}:") for row, image in enumerate(inputs))
                 inputs = [to_pixels(image, form, name) for image, name in named]
-            x = np.stack(inputs)
+            x = np.stack([as_array(each) for each in inputs])
         else:  # Copy the arrays, because the user may modify them.
-            x, y = (np.array(np.asarray(part)) for part in pair)
+            x, y = (np.array(as_array(part)) for part in pair)
     except DataError:
         raise
     except Exception as error:  # A user's data may raise any exception.
@@ -237,13 +243,18 @@ def _to_dataset(path: str, task: str, target: str) -> Dataset:
                 check_same_form(clients[0][0], other, where(0, "train"), where(place, part))
     names = schema.outputs if schema else parts.classes
     if schema is None:
-        count = max(int(each.y.max()) for pair in clients for each in pair if each is not None) + 1
-        tests = [test for _, test in clients]
-        names = names or numbered_classes([train for train, _ in clients], tests, name)
-        if len(names) < count or len(set(names)) < len(names):
+        own, tests = zip(*clients, strict=True)
+        every = [each for each in (*own, *tests) if each is not None]
+        # Stated classes may lack training samples, as at a site.
+        labeled = enumerate(tests) if not names else ()
+        numbers = numbered_classes(
+            own if not names else every, ((where(k, "test"), test) for k, test in labeled)
+        )
+        names = names or numbers
+        if len(names) < len(numbers) or len(set(names)) < len(names):
             raise DataError(
-                f"{name}: expected {count} different class names, one for each label in y, got "
-                f"{names}"
+                f"{name}: expected {len(numbers)} different class names, one for each label in y, "
+                f"got {names}"
             )
     format = Format.from_samples(clients[0][0].x, names, parts.sample_kind, schema=schema)
     if parts.is_partitioned:
