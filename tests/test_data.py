@@ -672,7 +672,10 @@ def test_invalid_tree_raises(tmp_path: Path) -> None:
     write_images(root / "train")
     write_images(root / "test", classes=("ant", "dogs"))
     message = fault(absent.replace(dataset=f"imagefolder:{root}"))
-    assert message == (f"{root / 'test' / 'dogs'}: unknown class 'dogs'; did you mean 'dog'?")
+    assert message == (
+        f"{root / 'test' / 'dogs'}: unknown class 'dogs'; did you mean 'dog'? "
+        "Rename the directory, or remove it."
+    )
     (root / "train" / "elk").mkdir()
     message = fault(absent.replace(dataset=f"imagefolder:{root}"))
     assert message == f"{root / 'train' / 'elk'}: no images found"

@@ -245,7 +245,8 @@ class _Tree:
                     fix = f"Rename it to {UNLABELED} if its {noun} have no class."
                     raise self._error(path, fix)
                 if known and name not in known:
-                    raise DataError(f"{path}: unknown class {name!r}{nearest(name, known)}")
+                    fault = f"unknown class {name!r}{nearest(name, known) or '.'}"
+                    raise DataError(f"{path}: {fault} Rename the directory, or remove it.")
                 files = self._files(path)
                 first.setdefault(name, path)
                 paths += files

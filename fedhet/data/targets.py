@@ -335,7 +335,7 @@ def _read_labels(
         places = find_words(row, labels)
         for word, place in zip(row, places.tolist(), strict=True):
             if place < 0:
-                fault = f"unknown label {word!r}{nearest(word, labels)}"
+                fault = f"unknown label {word!r}{nearest(word, labels) or '.'} Correct the value."
                 raise table.error(target, values.first_row(number), fault)
             rows[number, place] = 1
     return rows[values.codes]

@@ -71,6 +71,8 @@ def _readings(text: str) -> set[str]:
     A comma may separate thousands or decimals. The sign may follow the number or be a pair of
     parentheses.
     """
+    if not any(map(str.isdigit, text)):
+        return set()
     bare = _plain(text).removeprefix("'").removeprefix("=").strip('"')
     if signed := re.fullmatch(r"\((.+)\)|(.+)-", bare):
         bare = f"-{signed[1] or signed[2]}"
