@@ -327,7 +327,7 @@ def _saved_rows(root):
 
 @door
 def _leaf(root):
-    users = {u: {"x": [[0.5] * 784] * 9, "y": [1] * 9} for u in "abc"}
+    users = {u: {"x": [[0.5] * 784] * 9, "y": [0, 1, 1] * 3} for u in "abc"}
     path = put(root / "train" / "all.json", {"user_data": users})
     return path, reads(f"femnist:{root}")
 
@@ -360,7 +360,8 @@ def _wilds(root):
 
 @door
 def _pamap2(root):
-    table = np.ones((600, 54))
+    table = np.ones((2400, 54))
+    table[:, 1] += np.arange(2400) // 600 % 2  # activity
     path = root / "Protocol" / "subject101.dat"
     path.parent.mkdir()
     np.savetxt(path, table, "%.3f")

@@ -183,7 +183,7 @@ def test_measured_devices_without_names_are_drawn(tmp_path):
         ("sample-ms,mbit\n1,2\n1,fast\n", r"line 3: mbit must be a number > 0, got 'fast'"),
         ("sample-ms,mbit\n1\n", "line 2: mbit must be a number > 0, got None"),
         ("sample-ms,mbit\n-1,2\n", "sample-ms must be a number > 0, got '-1'"),
-        (b"\xff\xfe\x00", r"devices\.csv: not valid utf-16.*Save the file in UTF-8"),
+        (b"\xff\xfe\x00", r"devices\.csv: not valid UTF-16.*Save the file in UTF-8"),
     ],
 )
 def test_invalid_device_file_raises_with_the_location(tmp_path, text, words):

@@ -122,7 +122,7 @@ def broken(path: Path, name: str, content: str | bytes | None) -> None:
         ("config.toml", "method = ", "not valid TOML"),
         ("config.toml", "x = " + "9" * 5000, "not valid TOML"),
         ("config.toml", "x = " + "[" * 5000, "not valid TOML"),
-        ("config.toml", b"\xff\xfe", "not valid UTF-8"),
+        ("config.toml", b"\xff", "not valid UTF-8"),
         ("metrics.jsonl", None, "not found"),
         ("metrics.jsonl", "", "no complete round"),
         ("metrics.jsonl", '{"round": 1', "no complete round"),

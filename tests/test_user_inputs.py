@@ -370,7 +370,7 @@ class TestPaths:
     def test_a_toml_file_in_another_encoding(self, home):
         path = home / "run.toml"
         path.write_bytes('out = "é"'.encode("latin-1"))
-        with pytest.raises(StateError, match=r"run\.toml: not valid utf-8.*Save the file in UTF-8"):
+        with pytest.raises(StateError, match=r"run\.toml: not valid UTF-8.*Save the file in UTF-8"):
             read_toml_tables(path)
 
 

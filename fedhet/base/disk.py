@@ -217,7 +217,7 @@ def text_in(content: bytes, path: Path) -> str:
     try:
         text = decode_text(content)
     except UnicodeDecodeError as error:
-        fault = f"not valid {error.encoding} ({error})"
+        fault = f"not valid {error.encoding.upper()} ({error})"
     else:
         if "\0" not in text:
             return text
