@@ -675,9 +675,9 @@ def test_oversized_ledger_releases_nothing(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path, "a")
     while not ledger.path.exists() or ledger.path.stat().st_size <= 1000:
         ledger.charge([Release(1.0)], lambda past: None, **entry())
-    with pytest.raises(StateError, match="1,?000 bytes"):
+    with pytest.raises(StateError, match=r"1,?000 bytes"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
-    with pytest.raises(StateError, match="1,?000 bytes"):
+    with pytest.raises(StateError, match=r"1,?000 bytes"):
         ledger.entries()
 
 
