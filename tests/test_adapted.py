@@ -321,8 +321,8 @@ def test_invalid_preprocessor_raises(content, message, tmp_path, monkeypatch):
     path.write_text(json.dumps({"image_mean": [9.0] * 3, "do_normalize": False}))
     read_configuration.cache_clear()
     x, plain = torch.rand(2, 3, 8, 8), transformers.AutoModel.from_pretrained(path.parent).eval()
-    found = models.build("encoder-1-lora2:base", (3, 8, 8), 2, seed=0).extractor(2 * x - 1)
-    assert torch.allclose(found, plain(pixel_values=x).last_hidden_state[:, 0], atol=1e-5)
+    features = models.build("encoder-1-lora2:base", (3, 8, 8), 2, seed=0).extractor(2 * x - 1)
+    assert torch.allclose(features, plain(pixel_values=x).last_hidden_state[:, 0], atol=1e-5)
 
 
 def test_model_that_masks_random_patches_raises(tmp_path, monkeypatch):

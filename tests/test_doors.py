@@ -685,7 +685,7 @@ OPENERS = {
 
 def calls_of_openers():
     """Return the module and the innermost function of each call of an opener in fedhet."""
-    found = set()
+    calls = set()
 
     def visit(module, node, owner):
         for child in ast.iter_child_nodes(node):
@@ -693,7 +693,7 @@ def calls_of_openers():
                 called = child.func
                 name = getattr(called, "attr", getattr(called, "id", ""))
                 if name in OPENERS:
-                    found.add((module, owner))
+                    calls.add((module, owner))
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             visit(module, child, child.name if is_function else owner)
 
@@ -701,7 +701,7 @@ def calls_of_openers():
         if "_generated" not in path.parts:
             module = path.relative_to(ROOT / "fedhet").as_posix()
             visit(module, ast.parse(path.read_text("utf-8")), "")
-    return found
+    return calls
 
 
 def listed_doors():
@@ -720,10 +720,10 @@ def listed_doors():
 
 
 def test_every_door_is_listed():
-    doors, found = listed_doors(), calls_of_openers()
-    unlisted = {(m, f) for m, f in found if (m, f) not in doors and (m, "") not in doors}
+    doors, calls = listed_doors(), calls_of_openers()
+    unlisted = {(m, f) for m, f in calls if (m, f) not in doors and (m, "") not in doors}
     assert not unlisted, "add these functions to 'Doors' in CONTRIBUTING.md"
-    assert {m for m, function in doors if not function} <= {m for m, _ in found}
+    assert {m for m, function in doors if not function} <= {m for m, _ in calls}
     for module, function in doors:
         defined = ast.walk(ast.parse((ROOT / "fedhet" / module).read_text("utf-8")))
         names = {each.name for each in defined if isinstance(each, ast.FunctionDef)}

@@ -197,8 +197,8 @@ def read(name, home, length=10):
     path.write_text(
         "text,label\n" + "".join(f"{each},{n % 2}\n" for n, each in enumerate(SENTENCES))
     )
-    found = load(DataSpec(dataset=f"text:{path}", tokenizer=name, max_tokens=length))
-    return found.train.x, found.format.shape
+    dataset = load(DataSpec(dataset=f"text:{path}", tokenizer=name, max_tokens=length))
+    return dataset.train.x, dataset.format.shape
 
 
 def features_of_transformers(network, directory, padding, *, last, together):

@@ -124,10 +124,10 @@ def infer_targets(
                 error.add_note(describe_unclear(table, [name])[name])
             error.add_note("If the values are classes, set data.task to classification.")
             raise error from None
-        found = column.numbers(values)
-        if not declared_scale and found.min() == found.max():
+        parsed = column.numbers(values)
+        if not declared_scale and parsed.min() == parsed.max():
             raise DataError(
-                f"{table.path}: column {name!r}: the target is {found[0]:g} in all {len(table)} "
+                f"{table.path}: column {name!r}: the target is {parsed[0]:g} in all {len(table)} "
                 "rows, so there is nothing to learn. Choose another target, or set mean and "
                 f"deviation in [targets.{toml_key(name)}] of {SCHEMA} if other sites have more "
                 "values."
@@ -292,14 +292,14 @@ def _check_separator(texts: Sequence[str], where: str) -> None:
     """Raise DataError if the labels in lists are separated by another character than `;`."""
     plain = [text for text in texts if not text.startswith("[")]
     labels = sorted({part.strip() for text in plain for part in text.split(";")} - {""})
-    found = joined_labels(labels)
+    odd = joined_labels(labels)
     if not any(";" in text for text in plain):  # A label may contain commas if `;` separates it.
-        found += [label for label in labels if _LISTED.search(label)]
+        odd += [label for label in labels if _LISTED.search(label)]
         words = {word for label in labels for word in label.split()}
-        found += [each for each in labels if " " in each] if len(words) < len(labels) else []
-    if found:
+        odd += [each for each in labels if " " in each] if len(words) < len(labels) else []
+    if odd:
         raise DataError(
-            f"{where}: labels in a list must be separated by ';', got {found[0]!r:.80}. Write the "
+            f"{where}: labels in a list must be separated by ';', got {odd[0]!r:.80}. Write the "
             'list as a;b or ["a", "b"], or list the labels in a schema (classes).'
         )
 

@@ -123,5 +123,5 @@ def _path(dataset: str, settings: DataSettings) -> tuple[Path | None, str]:
     name, _, location = dataset.partition(":")
     if name not in SOURCES:
         return None, ""
-    found = SOURCES[name].parse(location)
-    return SOURCES[name].files(found.path, settings), found.suffix
+    parsed = SOURCES[name].parse(location)
+    return SOURCES[name].files(parsed.path, settings), parsed.suffix

@@ -229,7 +229,7 @@ def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
         names = expected.classes or tuple(map(str, range(expected.outputs)))
         own = [splits[path] for path in files[TRAIN]]
         tests = ((path, split) for path, split in splits.items() if path not in files[TRAIN])
-        names = names or numbered_classes(own, tests)
+        names = names or numbered_classes(own, tests, root)
     x = splits[first].x
     form = kind_of_arrays(tuple(x.shape[1:]), kind)
     format = Format.from_samples(x, names, form, schema=schema)
@@ -331,12 +331,13 @@ def kind_of_arrays_in(directory: str) -> Kind:
 
 
 def numbered_classes(
-    train: Sequence[Split], tests: Iterable[tuple[object, Split | None]]
+    train: Sequence[Split], tests: Iterable[tuple[object, Split | None]], dataset: object
 ) -> tuple[str, ...]:
     """Return the class names "0", "1", ..., up to the highest label of the training samples.
 
     `tests` contains test samples and their sources, for messages. Raises DataError if a test sample
-    has a class without a training sample. Classes without samples are logged.
+    has a class without a training sample. Classes without samples are logged with the name of
+    `dataset`.
     """
     labels = torch.unique(torch.cat([split.y for split in train]))
     for where, split in tests:
@@ -346,9 +347,9 @@ def numbered_classes(
             raise DataError(f"{where}: sample {row}: {fault}. Remove or correct these samples.")
     if len(labels) < (count := int(labels.max()) + 1):
         LOG.warning(
-            "%d of the classes 0 to %d have no samples. If y does not start at 0 or has gaps, "
+            "%s: %d of the classes 0 to %d have no samples. If y does not start at 0 or has gaps, "
             "convert it, e.g. with numpy.unique(y, return_inverse=True)[1].",
-            count - len(labels), count - 1,
+            dataset, count - len(labels), count - 1,
         )  # fmt: skip
     return tuple(map(str, range(count)))
 

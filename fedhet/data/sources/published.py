@@ -163,7 +163,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
         check_same_form(splits[0], splits[-1], "train_images", f"{path}: {part}_images")
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    classes = numbered_classes([training], [(f"{path}: test_labels", test)])
+    classes = numbered_classes([training], [(f"{path}: test_labels", test)], path)
     format = Format.from_samples(training.x, classes, IMAGE)
     return Dataset(spec.dataset, training, test, format)
 

@@ -248,7 +248,7 @@ def _to_dataset(path: str, task: str, target: str) -> Dataset:
         # Stated classes may lack training samples, as at a site.
         labeled = enumerate(tests) if not names else ()
         numbers = numbered_classes(
-            own if not names else every, ((where(k, "test"), test) for k, test in labeled)
+            own if not names else every, ((where(k, "test"), test) for k, test in labeled), name
         )
         names = names or numbers
         if len(names) < len(numbers) or len(set(names)) < len(names):
