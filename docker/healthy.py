@@ -1,11 +1,11 @@
-"""Exit with 0 if the gRPC health service at ADDRESS is serving: `python healthy.py ADDRESS`."""
+"""Exit with 0 if a server or a node replies at URL: `python healthy.py URL [CA_CERTIFICATE]`."""
 
+import ssl
 import sys
+import urllib.request
 
-import grpc
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
-
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    response = HealthStub(channel).Check(HealthCheckRequest(), timeout=5)
-sys.exit(response.status != HealthCheckResponse.SERVING)
+url, *authority = sys.argv[1:]
+context = ssl.create_default_context(cafile=authority[0]) if authority else None
+# A proxy cannot reach this container's loopback interface.
+direct = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+urllib.request.build_opener(*direct).open(f"{url}/health", timeout=5)

@@ -15,6 +15,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from fedhet.deployment import certs
+from fedhet.deployment.local import free_port
+
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -69,7 +72,7 @@ def test_only_network_is_internal():
 def test_no_site_reaches_the_control_api():
     """The control API authenticates nobody, and a run may contain any code."""
     command = SERVICES["server"]["command"]
-    assert [word for word in command if word.startswith("--host=")] == ["--host=127.0.0.1"]
+    assert command == ["fedhet", "server", "/run/secrets", "--address=0.0.0.0:9092"]
     inside = {n for n, each in SERVICES.items() if each.get("network_mode") == "service:server"}
     assert inside == {"register", "federation"}
     for name in inside:
@@ -227,10 +230,12 @@ def test_submission_needs_a_new_name_or_resume(tmp_path, name, words, finished, 
     assert says == {word for word in ("FEDHET_NAME", "resume=true") if word in done.stderr}
 
 
-def test_server_logs_only_failed_requests():
+def test_server_logs_only_failed_requests(tmp_path):
+    certs.make(tmp_path, [], [], 30)
     # uvicorn's own configuration, as Flower gives it, comes after the filter.
     script = """
-import logging, logging.config
+import logging, logging.config, sys
+from pathlib import Path
 import flwr.superlink.cli as cli
 from flwr.supercore.http_logging import get_uvicorn_log_config
 
@@ -242,11 +247,14 @@ def server():
     logging.getLogger("uvicorn.error").info("Uvicorn running")
 
 cli.flower_superlink = server
-from fedhet.deployment.processes import run_superlink
-run_superlink([])
+from fedhet.deployment.processes import run_server
+keys, sites, control = sys.argv[1:]
+run_server(Path(keys), sites, control, Path("superlink.db"), [])
 """
+    words = [tmp_path, *(f"127.0.0.1:{free_port()}" for _ in range(2))]
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", script, *map(str, words)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     said = re.findall(r"/good|/refused|/failed|Uvicorn running", done.stdout + done.stderr)
     assert said == ["/refused", "/failed", "Uvicorn running"]

@@ -90,7 +90,7 @@ SETTINGS = {*RunSettings.fields()}.union(*(find_method(m).settings() for m in sh
 TABLES = {name.partition(".")[0] for name in SETTINGS if "." in name}
 
 
-FLOWERS = {"superlink": _parse_args_run_superlink, "supernode": _parse_args_run_supernode}
+FLOWERS = {"server": _parse_args_run_superlink, "node": _parse_args_run_supernode}
 """Parsers of Flower's programs, to which these commands pass their options."""
 
 

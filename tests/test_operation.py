@@ -57,8 +57,8 @@ def manifests():
 
 
 UNITS = {
-    "fedhet-server.service": ("superlink", "--enable-supernode-auth", "fedhet-server"),
-    "fedhet-site@.service": ("supernode", "--auth-supernode-private-key", "fedhet-site-a"),
+    "fedhet-server.service": ("server", "${CREDENTIALS_DIRECTORY}", "fedhet-server"),
+    "fedhet-site@.service": ("node", "--auth-supernode-private-key", "fedhet-site-a"),
 }
 
 
@@ -78,10 +78,8 @@ def test_unit_starts_an_authenticated_process_without_privileges(name):
 
 def test_no_unit_opens_the_control_api_to_other_machines():
     words = shlex.split(*unit("fedhet-server.service")["Service"]["ExecStart"])
-    opened = dict(pairwise(words))
-    assert (opened["--host"], opened["--port"]) == ("127.0.0.1", "8000")
-    assert opened["--fleet-api-address"].endswith(":9092")
-    assert words.count("--host") == 1
+    assert "--control" not in words, "its default is the loopback interface"
+    assert dict(pairwise(words))["--address"] == "0.0.0.0:9092"
 
 
 def test_every_site_unit_runs_only_signed_apps():
@@ -91,11 +89,11 @@ def test_every_site_unit_runs_only_signed_apps():
     assert trusted == "${CREDENTIALS_DIRECTORY}/publishers.yaml"
     assert "publishers.yaml:/etc/fedhet/publishers.yaml" in service["LoadCredential"]
     (container,) = pods()[1]["spec"]["template"]["spec"]["containers"]
-    assert container["command"][:2] == ["fedhet", "supernode"]
+    assert container["command"][:2] == ["fedhet", "node"]
     assert "--trusted-entities=/keys/publishers.yaml" in container["command"]
     assert "--from-file=publishers.yaml" in (OPERATION / "kubernetes/site.yaml").read_text()
     (server,) = pods()[0]["spec"]["template"]["spec"]["containers"]
-    assert server["command"][:2] == ["fedhet", "superlink"], "Flower's server drops signatures"
+    assert server["command"][:2] == ["fedhet", "server"], "Flower's server drops signatures"
 
 
 def test_units_have_separate_users_and_keys():
@@ -167,11 +165,14 @@ def test_run_between_processes_with_the_units_commands_and_environments(tmp_path
             return text.replace("/opt/fedhet/.venv", sys.prefix)
 
         # Split before the values are put in, as systemd does: a value with spaces is one word.
-        ports = service["ExecStart"][0].replace("--port 8000", f"--port {control}")
-        words = [here(word) for word in shlex.split(ports)]
+        words = [here(word) for word in shlex.split(*service["ExecStart"])]
+        own = {
+            "server": ["--control", f"127.0.0.1:{control}"],
+            "node": ["--port", str(free_port())],
+        }
         log = (tmp_path / f"{user}.log").open("wb")
         return subprocess.Popen(
-            words if name != "fedhet-site@.service" else [*words, "--port", str(free_port())],
+            [*words, *own[words[1]]],
             env={key: here(value) for key, value in environment(service).items()},
             cwd=here(service["WorkingDirectory"][0]),
             stdin=subprocess.DEVNULL,
@@ -228,14 +229,17 @@ def test_pods_have_probes(index):
     probes = {"livenessProbe", "readinessProbe"}
     assert probes <= container.keys()
     for probe in sorted(probes):
-        if "tcpSocket" in container[probe]:
-            served = [port["containerPort"] for port in container["ports"]]
-            assert container[probe]["tcpSocket"]["port"] in served
-        else:
-            python, script, address = container[probe]["exec"]["command"]
-            assert f"--health-server-address={address}" in container["command"]
-            assert (python, script) == ("python", "/opt/fedhet/healthy.py")
-            assert f"docker/{Path(script).name} " in DOCKERFILE.read_text()
+        python, script, *address = container[probe]["exec"]["command"]
+        assert (python, script) == ("python", "/opt/fedhet/healthy.py")
+        assert address == HEALTHY[container["command"][1]]
+        assert f"docker/{Path(script).name} " in DOCKERFILE.read_text()
+
+
+HEALTHY = {
+    "server": ["https://127.0.0.1:8000", "/keys/ca.crt"],
+    "node": ["http://127.0.0.1:9094"],
+}
+"""Addresses of `healthy.py`."""
 
 
 def by_kind(kind):
@@ -251,7 +255,7 @@ def test_control_api_has_no_service_and_policies_let_in_the_fleet_alone():
         for rule in policy["ingress"]:
             assert [port["port"] for port in rule["ports"]] == [9092]
     (container,) = pods()[0]["spec"]["template"]["spec"]["containers"]
-    assert "--host=127.0.0.1" in container["command"]
+    assert container["command"][1:] == ["server", "/keys", "--address=0.0.0.0:9092"]
     assert [port["containerPort"] for port in container["ports"]] == [9092]
 
 

@@ -27,7 +27,7 @@ from fedhet.config.resolve import resolve
 from fedhet.deployment import certs, control, doctor
 from fedhet.deployment.control import build_app, submit
 from fedhet.deployment.local import LocalDeployment
-from fedhet.deployment.processes import UNPROTECTED, forwarding, run_supernode
+from fedhet.deployment.processes import UNPROTECTED, forwarding, run_node
 from fedhet.server.nodes import UNSIGNED
 
 FEDHET = (sys.executable, "-m", "fedhet")
@@ -110,7 +110,7 @@ def test_file_without_trusted_publishers_raises(tmp_path, content, message):
     findings = [each for each in doctor.check_keys(tmp_path) if each.subject == "publishers"]
     assert [each.level for each in findings] == ["error"]
     with pytest.raises(SettingsError, match=message):
-        run_supernode(["--trusted-entities", str(path)], pytest.fail)
+        run_node(["--trusted-entities", str(path)], pytest.fail)
 
 
 def test_doctor_counts_the_publishers_that_a_site_trusts(tmp_path, publisher):
@@ -139,18 +139,18 @@ def test_invalid_or_readable_signing_key_raises(tmp_path):
 # --- the site's start, and the server's reply ----------------------------------------------------
 
 
-def supernode(*words):
-    """Run `fedhet supernode` with options that make Flower exit at once."""
-    command = [*FEDHET, "supernode", *map(str, words), "--version"]
+def node(*words):
+    """Run `fedhet node` with options that make Flower exit at once."""
+    command = [*FEDHET, "node", *map(str, words), "--version"]
     environment = {**os.environ, "COLUMNS": "80"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_site_without_trusted_publishers_warns(publisher):
-    done = supernode()
+    done = node()
     assert (done.returncode, done.stderr.splitlines()[0]) == (0, UNPROTECTED)
     assert "Flower version: 1.39" in done.stdout, "Flower's node runs with the same options"
-    done = supernode(f"--trusted-entities={publisher[1]}")
+    done = node(f"--trusted-entities={publisher[1]}")
     assert done.returncode == 0
     assert "warning" not in done.stderr
 
@@ -200,7 +200,7 @@ def test_run_on_a_server_that_drops_signatures_is_stopped(monkeypatch, tmp_path,
     place = control.Connection(tmp_path, "localhost:8000", tmp_path / "ca.crt")
     assert control._start_run(place, APP, None) == "7"
     assert stopped == []
-    with pytest.raises(FedhetError, match="fedhet superlink"):
+    with pytest.raises(FedhetError, match="fedhet server"):
         control._start_run(place, APP, certs.read_publisher_key(publisher[0]))
     assert stopped == [7]
 

@@ -115,8 +115,8 @@ app.command("sites", cls=Command)(deploy.sites_command)
 app.command("submit", cls=Command)(deploy.submit_command)
 # Flower parses the options of its own programs.
 passed_on = {"ignore_unknown_options": True}
-app.command("superlink", cls=Command, context_settings=passed_on)(deploy.superlink_command)
-app.command("supernode", cls=Command, context_settings=passed_on)(deploy.supernode_command)
+app.command("server", cls=Command, context_settings=passed_on)(deploy.server_command)
+app.command("node", cls=Command, context_settings=passed_on)(deploy.node_command)
 app.command("deploy-local", cls=Command)(deploy.deploy_local_command)
 app.command("methods", cls=Command)(show.methods_command)
 app.command("models", cls=Command)(show.models_command)

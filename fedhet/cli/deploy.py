@@ -138,28 +138,52 @@ def submit_command(
         submit(resolved, connection, say, key)
 
 
-def superlink_command(arguments: Arguments = None) -> None:
-    """Run Flower's server, which forwards the signatures of runs to the sites.
+def server_command(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Directory with ca.crt, server.pem, and server.key (`fedhet certs`).",
+        ),
+    ],
+    arguments: Arguments = None,
+    *,
+    address: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Address for sites; 0.0.0.0:9092 = all networks."),
+    ] = "127.0.0.1:9092",
+    control: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address of the control API, without authentication."
+        ),
+    ] = "127.0.0.1:8000",
+    database: Annotated[
+        Path, typer.Option(metavar="FILE", help="State of the server, with pending messages.")
+    ] = Path("superlink.db"),
+) -> None:
+    """Run a federation's server, i.e. Flower's SuperLink, with TLS and registered sites.
 
-    Takes the options of `flower-superlink`, which `flower-superlink --help` lists.
+    Sites can reach only Flower's API for sites. The server forwards the signatures of runs to the
+    sites. Also takes other options of `flower-superlink`, after DIR, such as --log-file FILE.
     """
-    from fedhet.deployment.processes import run_superlink
+    from fedhet.deployment.processes import run_server
 
-    run_superlink(arguments or [])
+    run_server(directory, address, control, database, arguments or [])
 
 
-def supernode_command(arguments: Arguments = None) -> None:
+def node_command(arguments: Arguments = None) -> None:
     """Run Flower's node at a site, and warn if the site also runs unsigned code.
 
     Takes the options of `flower-supernode`, which `flower-supernode --help` lists.
     With --trusted-entities FILE, the site runs only apps that a publisher in the file signed.
     """
-    from fedhet.deployment.processes import run_supernode
+    from fedhet.deployment.processes import run_node
 
     def warn(line: str) -> None:
         errors.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    run_supernode(arguments or [], warn)
+    run_node(arguments or [], warn)
 
 
 @contextlib.contextmanager

@@ -348,7 +348,7 @@ def _start_run(connection: Connection, app: bytes, key: Ed25519PrivateKey | None
     if is_lost:
         raise FedhetError(
             f"server {connection.address}: the sites would not receive the signature of the run, "
-            "so the run was stopped. Start the server with `fedhet superlink` instead of "
+            "so the run was stopped. Start the server with `fedhet server` instead of "
             "`flower-superlink`."
         )
     return str(started.run_id)

@@ -95,19 +95,14 @@ class LocalDeployment:
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
-        """Start the SuperLink, and wait until it listens. An existing database is reused."""
+        """Start the server, and wait until it listens. An existing database is reused."""
         self._start(
             "server",
             "fedhet",
-            "superlink",
-            *("--ssl-ca-certfile", self.certs / certs.CA_CERTIFICATE),
-            *("--ssl-certfile", self.certs / certs.SERVER_CERTIFICATE),
-            *("--ssl-keyfile", self.certs / certs.SERVER_KEY),
-            "--enable-supernode-auth",
-            *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
-            *("--host", self.host, "--port", self.control_port),
+            *("server", self.certs),
+            *("--address", f"{self.host}:{self.fleet_port}"),
+            *("--control", self.connection.address),
             *("--database", self.root / "superlink.db"),
-            "--disable-runtime-dependency-installation",
         )
         end = time.monotonic() + START_SECONDS
         for port in (self.control_port, self.fleet_port):
@@ -156,7 +151,7 @@ class LocalDeployment:
             ALLOW_PATHS_VARIABLE: "/",
             **for_training(),
         }
-        self._start(site_name(index), "flower-supernode", *words, environment=environment)
+        self._start(site_name(index), "fedhet", "node", *words, environment=environment)
 
     def log_of(self, name: str) -> str:
         """Return the log of the server or of a node."""

@@ -1,22 +1,30 @@
 """Flower's SuperLink and SuperNode, with the parts that Flower lacks for signed apps.
 
-In Flower 1.39, a SuperNode verifies an app with `--trusted-entities`, but a SuperLink forwards only
-the signatures of apps from Flower's hub. It drops the signature of an app that `StartRun` contains.
+Flower's SuperNode verifies an app with `--trusted-entities`, but its SuperLink forwards only the
+signatures of apps from Flower's hub. It drops the signature of an app that `StartRun` contains.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fedhet.deployment.certs import read_publishers
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from fedhet.base.disk import read_pem
+from fedhet.base.errors import SettingsError
+from fedhet.deployment import certs
 from fedhet.deployment.control import FORWARDED, program
+from fedhet.deployment.transport import Address, check_transport, open_to_sites, transport_of
+from fedhet.settings.addresses import split_host_port
 
 if TYPE_CHECKING:
     from flwr.proto.control_pb2 import StartRunRequest, StartRunResponse
@@ -64,18 +72,75 @@ def forwarding(start_run: Callable[..., StartRunResponse]) -> Callable[..., Star
     return start
 
 
-def run_superlink(arguments: Sequence[str]) -> None:
+def run_server(
+    directory: Path, sites: str, control: str, database: Path, arguments: Sequence[str]
+) -> None:
     """Run Flower's SuperLink in this process, with signed apps, until a signal stops it.
 
     Successful requests are not logged, because they would fill the log.
+
+    Args:
+        directory: Directory with the CA's certificate, and the server's certificate and key.
+        sites: HOST:PORT for sites.
+        control: HOST:PORT of the control API, which authenticates nobody.
+        database: File of the server's state.
+        arguments: Further options of `flower-superlink`.
+
+    Raises:
+        FedhetError: If a file or an address is invalid, or if an option is set by this function.
     """
+    for_sites, (host, port) = _address("--address", sites), _address("--control", control)
+    if for_sites[1] == port:
+        raise SettingsError(f"--control: expected another port than --address, got {port} twice")
+    for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
+        certs.read_certificate(directory / name)
+    read_pem(
+        directory / certs.SERVER_KEY,
+        partial(load_pem_private_key, password=None),
+        "a private key in PEM format",
+    )
+    own = {
+        "--ssl-ca-certfile": directory / certs.CA_CERTIFICATE,
+        "--ssl-certfile": directory / certs.SERVER_CERTIFICATE,
+        "--ssl-keyfile": directory / certs.SERVER_KEY,
+        "--host": host,
+        "--port": port,
+        "--database": database,
+    }
+    always = ("--enable-supernode-auth", "--disable-runtime-dependency-installation")
+    taken = (*own, *always, "--insecure", "--fleet-api-", "--control-api-", "--simulation")
+    for word in arguments:
+        name = word.partition("=")[0]
+        # Flower also accepts the beginning of an option.
+        if name.startswith("--") and any(
+            each.startswith(name) or name.startswith(each) for each in taken
+        ):
+            raise SettingsError(f"{name}: unsupported option, see `fedhet server --help`")
     from flwr.superlink.cli import flower_superlink
     from flwr.superlink.servicer.control import control_handlers
 
+    _prepare_environment()
     control_handlers.start_run = forwarding(control_handlers.start_run)
     logging.getLogger("uvicorn.access").addFilter(_has_failed)
-    sys.argv = ["flower-superlink", *arguments]
+    words = [str(word) for option in own.items() for word in option]
+    sys.argv = ["flower-superlink", *arguments, *words, *always, *open_to_sites(for_sites)]
     flower_superlink()
+
+
+def _address(option: str, text: str) -> Address:
+    try:
+        return split_host_port(text)
+    except ValueError as error:
+        raise SettingsError(f"{option}: {error}") from None
+
+
+def _prepare_environment() -> None:
+    """Set the environment of the server's and the nodes' processes."""
+    # Flower would start the process of a message after up to a second.
+    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
+    # These variables open further ports, without authentication.
+    for name in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):
+        os.environ.pop(name, None)
 
 
 def _has_failed(record: logging.LogRecord) -> bool:
@@ -83,22 +148,29 @@ def _has_failed(record: logging.LogRecord) -> bool:
     return not isinstance(record.args, tuple) or int(str(record.args[-1])) >= 400
 
 
-def run_supernode(arguments: Sequence[str], warn: Callable[[str], None]) -> NoReturn:
-    """Replace this process with Flower's SuperNode, after a check of the trusted publishers.
+def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> NoReturn:
+    """Replace this process with Flower's SuperNode, after a check of publishers and server.
 
     Args:
         arguments: Command-line arguments of `flower-supernode`.
         warn: Function that shows a warning if the site trusts every app.
 
     Raises:
-        SettingsError: If the file of trusted publishers is invalid or empty.
+        FedhetError: If the file of trusted publishers is invalid or empty, or if the server's
+            version of Flower uses another transport.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--trusted-entities", type=Path)
-    trusted = parser.parse_known_args(list(arguments))[0].trusted_entities
-    if trusted is None:
+    parser.add_argument("--superlink")
+    given = parser.parse_known_args(list(arguments))[0]
+    if given.trusted_entities is None:
         warn(UNPROTECTED)
     else:
-        read_publishers(trusted.expanduser())
+        certs.read_publishers(given.trusted_entities.expanduser())
+    if given.superlink is not None:
+        # A node waits for a server that does not reply yet.
+        with contextlib.suppress(OSError):
+            check_transport(given.superlink, transport_of(_address("--superlink", given.superlink)))
+    _prepare_environment()
     command = ["flower-supernode", *arguments]
     os.execv(program(command[0]), command)  # noqa: S606
