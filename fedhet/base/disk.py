@@ -33,6 +33,7 @@ from fedhet.base.arrays import Array, read_header, read_npy
 from fedhet.base.errors import SettingsError, StateError, error_reason, error_text, one_line
 
 T = TypeVar("T")
+STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
 MAX_PEM_BYTES = 2**20
@@ -267,6 +268,16 @@ def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
         raise SettingsError(
             f"{path}: home directory not found in HOME or the user database. Set HOME, or {remedy}."
         ) from None
+
+
+def state_directory(setting: str = "") -> Path:
+    """Return the directory of a site's private state: `setting`, or the default if it is empty.
+
+    Raises SettingsError if the default is in the home directory, and the latter is unknown.
+    """
+    path = setting or os.environ.get(STATE_DIR_VARIABLE) or "~/.local/state/fedhet"
+    remedy = f"set node-config 'state-dir' or the environment variable {STATE_DIR_VARIABLE}"
+    return expanded(path, remedy)
 
 
 class Folder:

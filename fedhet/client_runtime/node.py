@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.client import Client
 from pydantic import Field
 
-from fedhet.base.disk import expanded
+from fedhet.base.disk import STATE_DIR_VARIABLE, state_directory
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config
 from fedhet.config.secure import Peers, own_key, read_peers, simulated_files
@@ -31,7 +31,6 @@ from fedhet.settings.run import RunSettings, TrainingSettings, training_of
 from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schema, build, kebab
 from fedhet.wire.identity import client_name
 
-STATE_DIR_VARIABLE = "FEDHET_STATE_DIR"
 ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
@@ -226,7 +225,7 @@ def create_node(
         model=model,
         training=settings.training(run),
         device=settings.device or run.engine.device,
-        state_dir=_state_dir(settings.state_dir or state_dir),
+        state_dir=state_directory(settings.state_dir or state_dir),
         max_model_bytes=settings.max_model_bytes,
         budget=settings.budget(),
         declared=declared,
@@ -236,12 +235,6 @@ def create_node(
         is_site=not state_dir,
         data=data or RunData.for_run(run),
     )
-
-
-def _state_dir(setting: str) -> Path:
-    path = setting or os.environ.get(STATE_DIR_VARIABLE) or "~/.local/state/fedhet"
-    remedy = f"set node-config 'state-dir' or the environment variable {STATE_DIR_VARIABLE}"
-    return expanded(path, remedy)
 
 
 class CachedClient(Protocol):

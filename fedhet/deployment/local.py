@@ -19,12 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from fedhet.base.disk import STATE_DIR_VARIABLE
 from fedhet.base.errors import FedhetError
-from fedhet.client_runtime.node import (
-    ALLOW_MODELS_VARIABLE,
-    ALLOW_PATHS_VARIABLE,
-    STATE_DIR_VARIABLE,
-)
+from fedhet.client_runtime.node import ALLOW_MODELS_VARIABLE, ALLOW_PATHS_VARIABLE
 from fedhet.config.resolve import Config, absolute
 from fedhet.config.secure import simulated_files, write_simulated
 from fedhet.data.store import RunData

@@ -12,18 +12,21 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from fedhet.base.disk import read_pem
+from fedhet.base.disk import read_pem, state_directory
 from fedhet.base.errors import SettingsError
 from fedhet.deployment import certs
-from fedhet.deployment.control import FORWARDED, program
+from fedhet.deployment.control import FORWARDED
 from fedhet.deployment.transport import Address, check_transport, open_to_sites, transport_of
+from fedhet.deployment.worker import with_worker
 from fedhet.settings.addresses import split_host_port
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ UNPROTECTED = (
     "server: it runs any code from the server, and this code can read the site's data and bypass "
     "all node settings"
 )
+MIN_POLL_SECONDS = 0.1
+"""Minimum time between two polls of a node, in seconds."""
 
 
 class _SigningState:
@@ -148,8 +153,8 @@ def _has_failed(record: logging.LogRecord) -> bool:
     return not isinstance(record.args, tuple) or int(str(record.args[-1])) >= 400
 
 
-def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> NoReturn:
-    """Replace this process with Flower's SuperNode, after a check of publishers and server.
+def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Run Flower's SuperNode in this process, after a check of publishers and server.
 
     Args:
         arguments: Command-line arguments of `flower-supernode`.
@@ -172,5 +177,29 @@ def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> NoReturn:
         with contextlib.suppress(OSError):
             check_transport(given.superlink, transport_of(_address("--superlink", given.superlink)))
     _prepare_environment()
-    command = ["flower-supernode", *arguments]
-    os.execv(program(command[0]), command)  # noqa: S606
+    os.environ.update(with_worker(os.environ, state_directory()))
+    from flwr.supernode import start_client_internal
+    from flwr.supernode.cli import flower_supernode
+
+    vars(start_client_internal)["time"] = SimpleNamespace(sleep=polling_sleep())
+    sys.argv = ["flower-supernode", *arguments]
+    flower_supernode()
+
+
+def polling_sleep() -> Callable[[float], None]:
+    """Return a function that replaces `time.sleep` where Flower's SuperNode polls.
+
+    Flower polls the server for a message every three seconds, and the client app for its reply
+    every half second. The function sleeps for a tenth of the time since the first of these polls,
+    but not longer than Flower. A short round therefore loses little time, and a long wait causes
+    hardly more requests.
+    """
+    interval = started = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal interval, started
+        if seconds != interval:
+            interval, started = seconds, time.monotonic()
+        time.sleep(min(seconds, max(MIN_POLL_SECONDS, 0.1 * (time.monotonic() - started))))
+
+    return sleep

@@ -1,0 +1,243 @@
+"""Process of a site that keeps PyTorch, Flower, and fedhet imported between messages.
+
+For each message, Flower's SuperExec starts the program `flwr-clientapp` from PATH. Its imports take
+seconds of CPU time, often more than the training. A site therefore puts `programs/flwr-clientapp`
+first on PATH. This program sends its arguments, environment, and file descriptors to the worker
+through a socket in the site's state directory, and exits with the status of the message's process.
+The worker forks for each message, so nothing remains of a message but its files. The program starts
+the worker if none is running. Without a worker, the program executes Flower's own command.
+"""
+
+# `programs/flwr-clientapp` executes this file without site-packages, and once per message. For this
+# reason, modules that only the worker needs are imported in functions.
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from multiprocessing.process import BaseProcess
+    from pathlib import Path
+    from typing import Any, NoReturn
+
+COMMAND = "flwr-clientapp"
+WORKER_VARIABLE = "FEDHET_WARM_WORKER"
+"""Environment variable that disables the worker if its value is 0."""
+DIRECTORY_VARIABLE = "FEDHET_WORKER_DIR"
+"""Environment variable with the directory of the worker's socket."""
+PYTHON_VARIABLE = "FEDHET_PYTHON"
+"""Environment variable with the Python interpreter of `programs/flwr-clientapp`."""
+PRELOADED = ("fedhet.client_runtime.app", "torchvision")
+"""Modules that the worker imports, in addition to Flower's command."""
+START_SECONDS = 120.0
+"""Time limit for the imports of a worker, in seconds."""
+IDLE_SECONDS = 900.0
+"""Time without messages after which a worker ends, in seconds."""
+OWNER_SECONDS = 1.0
+"""Seconds between two checks that a site that uses the worker is running."""
+RECEIVE_SECONDS = 10.0
+"""Time limit for the content of a message's request, in seconds."""
+FAILED = 1
+"""Exit status of a message whose process ended without one."""
+
+
+def with_worker(environment: Mapping[str, str], state: Path) -> dict[str, str]:
+    """Return the environment of a site's service in which Flower uses a worker.
+
+    Args:
+        environment: Environment variables of the service. Without changes, they are returned if
+            FEDHET_WARM_WORKER is 0.
+        state: State directory of the site.
+    """
+    if environment.get(WORKER_VARIABLE) == "0":
+        return dict(environment)
+    programs = os.path.join(os.path.dirname(os.path.abspath(__file__)), "programs")
+    return {
+        **environment,
+        "PATH": os.pathsep.join([programs, environment.get("PATH", os.defpath)]),
+        PYTHON_VARIABLE: sys.executable,
+        DIRECTORY_VARIABLE: os.path.join(os.path.abspath(state), "_worker"),
+    }
+
+
+# --- the program that Flower starts
+
+
+def request(arguments: list[str]) -> NoReturn:
+    """Let the worker process a message, and exit with the status of the message's process.
+
+    Executes Flower's own command if there is no worker.
+    """
+    message = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "owner": os.getppid(),
+    }
+    body = json.dumps(message).encode()
+    with contextlib.suppress(OSError), _connect(os.environ[DIRECTORY_VARIABLE]) as connection:
+        connection.settimeout(START_SECONDS)
+        socket.send_fds(connection, [len(body).to_bytes(4)], [0, 1, 2])
+        connection.sendall(body)
+        if connection.recv(1):  # The message has a process, so nothing else must process it.
+            connection.settimeout(None)
+            sys.exit(ord(connection.recv(1) or bytes([FAILED])))
+    print(f"{COMMAND}: no worker, so this message takes longer", file=sys.stderr)  # noqa: T201
+    command = os.path.join(os.path.dirname(sys.executable), COMMAND)
+    os.execv(command, [COMMAND, *arguments])  # noqa: S606
+
+
+def _connect(directory: str) -> socket.socket:
+    """Connect to the worker, which is started if necessary. Raises OSError if this fails."""
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    os.chmod(directory, 0o700)  # Fails if the directory belongs to another user.
+    here = os.open(".", os.O_RDONLY)
+    # Use a relative path, because the length of a socket's path is limited to about 100 characters.
+    os.chdir(directory)
+    try:
+        process = None
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect("socket")
+                return connection
+            except OSError:
+                connection.close()
+                if process is not None and process.poll() is not None:
+                    raise
+            if process is None:
+                command = [sys.executable, "-P", "-m", "fedhet.deployment.worker"]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            time.sleep(0.01)
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
+# --- the worker
+
+
+def serve() -> None:
+    """Process the messages of the socket in the current directory until no site uses the worker.
+
+    Returns immediately if another worker uses the directory.
+    """
+    import fcntl
+    import gc
+    import importlib
+    from importlib import metadata
+
+    lock = os.open("lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink("socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        before = os.umask(0o177)
+        listener.bind("socket")
+        os.umask(before)
+        listener.listen()  # Messages wait while this process imports.
+        # None of these modules starts a thread of Python or uses CUDA, because a forked process
+        # would lack both. OpenBLAS stops its threads before a fork.
+        (entry_point,) = metadata.entry_points(group="console_scripts", name=COMMAND)
+        command = entry_point.load()
+        for module in PRELOADED:
+            importlib.import_module(module)
+        # Otherwise, the garbage collector copies the shared objects by writing to them.
+        gc.collect()
+        gc.freeze()
+        _accept(listener, lock, command)
+
+
+def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -> None:
+    import multiprocessing
+    from multiprocessing.connection import wait
+
+    import psutil
+
+    fork = multiprocessing.get_context("fork")
+    running: dict[socket.socket, BaseProcess] = {}
+    owners: set[int] = set()
+    active = time.monotonic()
+    while running or time.monotonic() < active + IDLE_SECONDS:
+        sentinels = {process.sentinel: connection for connection, process in running.items()}
+        for ready in wait([listener, *running, *sentinels], OWNER_SECONDS):
+            active = time.monotonic()
+            if ready is listener:
+                connection, _ = listener.accept()
+                try:
+                    message, descriptors = _receive(connection)
+                except (OSError, ValueError):  # The program has ended.
+                    connection.close()
+                    continue
+                owners.add(message["owner"])
+                sockets = [listener, connection, *running]
+                running[connection] = fork.Process(
+                    target=_process, args=(command, message, descriptors, sockets, lock)
+                )
+                running[connection].start()
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                _reply(connection, 0)
+            elif ready in sentinels:
+                connection = sentinels[ready]
+                process = running.pop(connection)
+                process.join()
+                _reply(connection, process.exitcode if process.exitcode >= 0 else FAILED)
+                connection.close()
+            elif ready in running:  # The program was killed.
+                running.pop(ready).terminate()
+                ready.close()
+        if owners and not any(map(psutil.pid_exists, owners)):
+            break
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message's request and file descriptors. Raises OSError or ValueError."""
+    connection.settimeout(RECEIVE_SECONDS)
+    size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+    with connection.makefile("rb") as content:
+        return json.loads(content.read(int.from_bytes(size))), descriptors
+
+
+def _reply(connection: socket.socket, value: int) -> None:
+    with contextlib.suppress(OSError):  # The program was killed.
+        connection.sendall(bytes([value]))
+
+
+def _process(
+    command: Callable[[], object],
+    message: dict[str, Any],
+    descriptors: list[int],
+    sockets: list[socket.socket],
+    lock: int,
+) -> None:
+    """Process a message in a forked process, as Flower's own command does."""
+    for each in sockets:
+        each.close()
+    os.close(lock)
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(message["environment"])
+    os.chdir(message["directory"])
+    sys.argv = [COMMAND, *message["arguments"]]
+    command()
+
+
+if __name__ == "__main__":
+    if __package__:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve()
+    else:  # `programs/flwr-clientapp` executes this file by its path.
+        request(sys.argv[1:])
