@@ -7,6 +7,7 @@ TLS, authenticated nodes, and a separate state directory per node, but uses temp
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shutil
 import socket
@@ -238,8 +239,17 @@ def free_port() -> int:
 
 
 def end_trees(roots: Sequence[psutil.Popen]) -> None:
-    """Terminate processes and all their descendants, and kill processes that do not end."""
+    """Terminate sessions and all their descendants, and kill processes that do not end.
+
+    Args:
+        roots: First processes of the sessions. A site's worker belongs to the session, but it is no
+            descendant, because it outlives the process that started it.
+    """
     trees: list[psutil.Process] = []
+    sessions = {root.pid for root in roots}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            trees += [process] if os.getsid(process.pid) in sessions else []
     for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):
             trees += psutil.Process(root.pid).children(recursive=True)

@@ -82,13 +82,16 @@ def request(arguments: list[str]) -> NoReturn:
         "owner": os.getppid(),
     }
     body = json.dumps(message).encode()
+    is_processed, status = False, b""
     with contextlib.suppress(OSError), _connect(os.environ[DIRECTORY_VARIABLE]) as connection:
         connection.settimeout(START_SECONDS)
         socket.send_fds(connection, [len(body).to_bytes(4)], [0, 1, 2])
         connection.sendall(body)
-        if connection.recv(1):  # The message has a process, so nothing else must process it.
-            connection.settimeout(None)
-            sys.exit(ord(connection.recv(1) or bytes([FAILED])))
+        is_processed = bool(connection.recv(1))
+        connection.settimeout(None)
+        status = connection.recv(1)
+    if is_processed:
+        sys.exit(status[0] if status else FAILED)
     print(f"{COMMAND}: no worker, so this message takes longer", file=sys.stderr)  # noqa: T201
     command = os.path.join(os.path.dirname(sys.executable), COMMAND)
     os.execv(command, [COMMAND, *arguments])  # noqa: S606
@@ -102,7 +105,7 @@ def _connect(directory: str) -> socket.socket:
     # Use a relative path, because the length of a socket's path is limited to about 100 characters.
     os.chdir(directory)
     try:
-        process = None
+        process, end = None, time.monotonic() + START_SECONDS
         while True:
             connection = socket.socket(socket.AF_UNIX)
             try:
@@ -110,11 +113,12 @@ def _connect(directory: str) -> socket.socket:
                 return connection
             except OSError:
                 connection.close()
-                if process is not None and process.poll() is not None:
+                # A worker ends with status 0 if another worker has started in the meantime.
+                if (process is not None and process.poll()) or time.monotonic() > end:
                     raise
             if process is None:
                 command = [sys.executable, "-P", "-m", "fedhet.deployment.worker"]
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603
             time.sleep(0.01)
     finally:
         os.fchdir(here)
@@ -124,15 +128,16 @@ def _connect(directory: str) -> socket.socket:
 # --- the worker
 
 
-def serve() -> None:
+def serve(load: Callable[[], Callable[[], object]]) -> None:
     """Process the messages of the socket in the current directory until no site uses the worker.
 
     Returns immediately if another worker uses the directory.
+
+    Args:
+        load: Function that imports everything and returns the function that processes a message.
     """
     import fcntl
     import gc
-    import importlib
-    from importlib import metadata
 
     lock = os.open("lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
@@ -146,16 +151,28 @@ def serve() -> None:
         listener.bind("socket")
         os.umask(before)
         listener.listen()  # Messages wait while this process imports.
-        # None of these modules starts a thread of Python or uses CUDA, because a forked process
-        # would lack both. OpenBLAS stops its threads before a fork.
-        (entry_point,) = metadata.entry_points(group="console_scripts", name=COMMAND)
-        command = entry_point.load()
-        for module in PRELOADED:
-            importlib.import_module(module)
+        command = load()
         # Otherwise, the garbage collector copies the shared objects by writing to them.
         gc.collect()
         gc.freeze()
         _accept(listener, lock, command)
+        gc.unfreeze()  # Otherwise, libraries report leaks when this process ends.
+
+
+def load_command() -> Callable[[], object]:
+    """Import the modules that process messages, and return the function of Flower's command.
+
+    The modules start no thread of Python and do not use CUDA, because a forked process has neither
+    threads nor CUDA. OpenBLAS stops its threads before a fork.
+    """
+    import importlib
+    from importlib import metadata
+
+    for module in PRELOADED:
+        importlib.import_module(module)
+    (entry_point,) = metadata.entry_points(group="console_scripts", name=COMMAND)
+    command: Callable[[], object] = entry_point.load()
+    return command
 
 
 def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -> None:
@@ -176,7 +193,7 @@ def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -
                 connection, _ = listener.accept()
                 try:
                     message, descriptors = _receive(connection)
-                except (OSError, ValueError):  # The program has ended.
+                except (OSError, ValueError):
                     connection.close()
                     continue
                 owners.add(message["owner"])
@@ -192,7 +209,9 @@ def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -
                 connection = sentinels[ready]
                 process = running.pop(connection)
                 process.join()
-                _reply(connection, process.exitcode if process.exitcode >= 0 else FAILED)
+                status = process.exitcode
+                _reply(connection, FAILED if status is None or status < 0 else status)
+                process.close()
                 connection.close()
             elif ready in running:  # The program was killed.
                 running.pop(ready).terminate()
@@ -202,11 +221,20 @@ def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message's request and file descriptors. Raises OSError or ValueError."""
+    """Receive a message's request and file descriptors.
+
+    Raises OSError or ValueError if the program has ended, e.g. to execute Flower's own command.
+    """
     connection.settimeout(RECEIVE_SECONDS)
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
     with connection.makefile("rb") as content:
-        return json.loads(content.read(int.from_bytes(size))), descriptors
+        message = json.loads(content.read(int.from_bytes(size)))
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        connection.recv(1)
+        raise ConnectionError
+    connection.setblocking(True)
+    return message, descriptors
 
 
 def _reply(connection: socket.socket, value: int) -> None:
@@ -238,6 +266,6 @@ def _process(
 if __name__ == "__main__":
     if __package__:
         with contextlib.suppress(KeyboardInterrupt):
-            serve()
+            serve(load_command)
     else:  # `programs/flwr-clientapp` executes this file by its path.
         request(sys.argv[1:])

@@ -1,0 +1,270 @@
+"""The worker of a site, which forks for each message, and the program that Flower starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedhet.deployment import worker
+
+PROGRAM = Path(worker.__file__).with_name("programs") / worker.COMMAND
+COMMAND = """
+    import contextlib, json, os, signal, sys, time
+    messages = []
+    kept = bytearray()
+
+    def command():
+        messages.append(sys.argv)
+        action, _, value = sys.argv[1].partition("=")
+        if action == "show":
+            fields = {
+                "argv": sys.argv, "cwd": os.getcwd(), "count": len(messages), "kept": len(kept),
+                "permission": os.environ.get("PERMISSION"), "only": os.environ.get("ONLY"),
+                "random": os.urandom(8).hex(), "parent": os.getppid(),
+                "stdin": sys.stdin.read(), "files": len(os.listdir("/proc/self/fd")),
+            }
+            print(json.dumps(fields))
+            print("a line of the log", file=sys.stderr)
+        elif action == "exit":
+            sys.exit(int(value))
+        elif action == "raise":
+            raise RuntimeError("the client app failed")
+        elif action == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "keep":
+            kept.extend(bytes(int(value)))
+        elif action == "wait":
+            def stop(*_):
+                open(value + ".stopped", "w").close()
+                sys.exit(7)
+            signal.signal(signal.SIGTERM, stop)
+            open(value, "w").write(str(os.getpid()))
+            while not os.path.exists(value + ".finish"):
+                time.sleep(0.02)
+            open(value + ".finished", "w").close()
+"""
+SERVE = textwrap.dedent(COMMAND) + textwrap.dedent("""
+    from fedhet.deployment import worker
+    worker.OWNER_SECONDS = 0.1
+    worker.IDLE_SECONDS = float(sys.argv[1])
+    with contextlib.suppress(KeyboardInterrupt):
+        worker.serve(lambda: command)
+""")
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+    return value
+
+
+class Site:
+    """A directory with a worker whose command is `command` above."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory, self.root, self.processes = root / "state" / "_worker", root, []
+        self.output, self.errors = root / "output", root / "errors"
+        self.environment = worker.with_worker({**os.environ, "PERMISSION": "none"}, root / "state")
+
+    def serve(self, idle: float = 60.0) -> psutil.Popen:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        process = psutil.Popen([sys.executable, "-c", SERVE, str(idle)], cwd=self.directory)
+        self.processes.append(process)
+        wait_for((self.directory / "socket").exists)
+        return process
+
+    def start(self, *arguments: str, **environment: str) -> psutil.Popen:
+        # Files rather than pipes, because a worker keeps the output of the program that starts it.
+        with self.output.open("w") as output, self.errors.open("w") as errors:
+            process = psutil.Popen(
+                [worker.COMMAND, *arguments],
+                cwd=self.root,
+                env={**self.environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+            )
+        self.processes.append(process)
+        return process
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        status = self.start(*arguments, **environment).wait(60)
+        texts = self.output.read_text(), self.errors.read_text()
+        return subprocess.CompletedProcess(arguments, status, *texts)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.is_running():
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    site = Site(tmp_path)
+    # `subprocess` searches the program in the PATH of this process.
+    monkeypatch.setenv("PATH", site.environment["PATH"])
+    yield site
+    site.close()
+
+
+def test_message_has_arguments_environment_directory_and_output_of_program(site):
+    served = site.serve()
+    done = site.run("show", "--token", "a b")
+    fields = json.loads(done.stdout)
+    assert fields["argv"] == [worker.COMMAND, "show", "--token", "a b"]
+    assert fields["cwd"] == str(site.root)
+    assert fields["parent"] == served.pid
+    assert fields["permission"] == "none"
+    assert done.stderr == "a line of the log\n"
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("action", "status"), [("exit=0", 0), ("exit=3", 3), ("raise", 1), ("die", worker.FAILED)]
+)
+def test_program_exits_with_status_of_message(site, action, status):
+    site.serve()
+    assert site.run(action).returncode == status
+
+
+def test_nothing_of_a_message_remains_for_the_next_run(site):
+    site.serve()
+    first = json.loads(site.run("show", PERMISSION="everything", ONLY="first").stdout)
+    site.run("keep=1000")
+    second = json.loads(site.run("show").stdout)
+    assert (first["permission"], first["only"]) == ("everything", "first")
+    assert (second["permission"], second["only"]) == ("none", None)
+    assert (second["count"], second["kept"]) == (1, 0)
+    assert first["files"] == second["files"]
+    assert first["random"] != second["random"]
+
+
+def test_memory_of_messages_is_freed(site):
+    served = site.serve()
+    site.run("keep=1000")
+    before = served.memory_info().rss
+    for _ in range(4):
+        assert site.run(f"keep={100 * 2**20}").returncode == 0
+    assert served.memory_info().rss < before + 20 * 2**20
+
+
+def test_only_owner_can_access_socket(site):
+    site.serve()
+    site.run("exit=0")
+    assert (site.directory / "socket").stat().st_mode & 0o777 == 0o600
+    assert site.directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_killed_program_ends_its_message(site):
+    site.serve()
+    mark = site.root / "mark"
+    program = site.start(f"wait={mark}")
+    wait_for(lambda: mark.exists() and mark.read_text())
+    program.kill()
+    wait_for(Path(f"{mark}.stopped").exists)
+    assert site.run("exit=5").returncode == 5
+
+
+def test_message_outlives_killed_worker(site):
+    served, mark = site.serve(), site.root / "mark"
+    program = site.start(f"wait={mark}")
+    wait_for(lambda: mark.exists() and mark.read_text())
+    served.kill()
+    served.wait()
+    Path(f"{mark}.finish").touch()
+    wait_for(Path(f"{mark}.finished").exists)
+    assert program.wait(30) == worker.FAILED  # Its status is unknown, but it is not repeated.
+    site.serve()
+    assert site.run("exit=5").returncode == 5
+
+
+def test_two_messages_at_the_same_time_have_separate_processes(site):
+    site.serve()
+    marks = [site.root / name for name in ("first", "second")]
+    programs = [site.start(f"wait={mark}") for mark in marks]
+    for mark in marks:
+        wait_for(lambda mark=mark: mark.exists() and mark.read_text())
+    assert marks[0].read_text() != marks[1].read_text()
+    Path(f"{marks[1]}.finish").touch()
+    assert programs[1].wait(30) == 0
+    assert programs[0].poll() is None
+    Path(f"{marks[0]}.finish").touch()
+    assert programs[0].wait(30) == 0
+
+
+def test_second_worker_of_a_directory_ends(site):
+    served = site.serve()
+    second = psutil.Popen([sys.executable, "-c", SERVE, "60"], cwd=site.directory)
+    assert second.wait(30) == 0
+    assert served.is_running()
+    assert site.run("exit=5").returncode == 5
+
+
+def test_worker_ends_with_the_site(site):
+    """The owner of a message is the process that started the program, here a shell."""
+    served = site.serve()
+    shell = f"{worker.COMMAND} exit=0; sleep 60"
+    owner = psutil.Popen(["sh", "-c", shell], env=site.environment)
+    site.processes.append(owner)
+    wait_for(lambda: any(each.name() == "sleep" for each in owner.children()))
+    time.sleep(0.5)
+    assert served.is_running()
+    for process in (*owner.children(), owner):
+        process.kill()
+    owner.wait()
+    assert served.wait(30) == 0
+
+
+def test_unused_worker_ends(site):
+    assert site.serve(idle=0.2).wait(30) == 0
+
+
+def test_interrupted_worker_ends_without_traceback(site):
+    served = site.serve()
+    served.send_signal(signal.SIGINT)
+    assert served.wait(30) == 0
+
+
+def test_program_without_worker_executes_command_of_flower(site):
+    """The directory cannot be created here, so no worker can start."""
+    blocked = site.root / "file"
+    blocked.touch()
+    done = site.run("--help", FEDHET_WORKER_DIR=str(blocked / "_worker"))
+    assert done.returncode == 0
+    assert "Run a Flower ClientApp" in done.stdout
+    assert "no worker" in done.stderr
+
+
+def test_program_starts_worker_with_command_of_flower(site):
+    done = site.run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Run a Flower ClientApp" in done.stdout
+    (served,) = [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(site.directory) and process.pid != os.getpid()
+    ]
+    site.processes.append(served)
+    assert served.num_threads() <= 2, "only OpenBLAS may have a thread"
+    again = site.run("--no-such-option")
+    assert again.returncode == 2
+    assert served.is_running()
+
+
+def test_worker_can_be_switched_off(tmp_path):
+    environment = {"PATH": "/usr/bin", worker.WORKER_VARIABLE: "0"}
+    assert worker.with_worker(environment, tmp_path) == environment
+    del environment[worker.WORKER_VARIABLE]
+    assert worker.with_worker(environment, tmp_path)["PATH"] == f"{PROGRAM.parent}:/usr/bin"
