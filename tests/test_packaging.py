@@ -63,7 +63,9 @@ def names_in(archive):
 def test_wheel_contains_only_fedhet(project, tmp_path):
     with zipfile.ZipFile(built(project, "wheel", tmp_path)) as wheel:
         names = {name for name in names_in(wheel) if ".dist-info/" not in name}
+        (program,) = (each for each in wheel.infolist() if each.filename.endswith("clientapp"))
     assert names == package_of(project)
+    assert program.external_attr >> 16 & 0o111, "Flower starts this program"
 
 
 def test_wheel_can_be_built_of_the_sdist(project, tmp_path):

@@ -7,7 +7,6 @@ worker process caches the data and models of the clients that it has trained.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
