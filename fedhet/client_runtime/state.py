@@ -41,6 +41,7 @@ from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config
 from fedhet.learning.devices import Compute, move
 from fedhet.models import Refitted, to_host_arrays
+from fedhet.runs.measures import EVALUATES_FIRST, EVALUATION
 from fedhet.runs.storage import KEPT_STATES, ClientStore, Metadata, ModelStore, refuse_other
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
@@ -333,8 +334,16 @@ class MessageClient(Client):
         return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
 
     def fit(self, ins: FitIns) -> FitRes:
-        """Train on an instruction, and return the reply."""
-        arrays, samples, metrics = self.numpy_client.fit(_arrays_of(ins.parameters), ins.config)
+        """Train on an instruction, and return the reply.
+
+        If the message starts with the arrays of an evaluation's instruction, evaluates first.
+        """
+        received, config, evaluated = _arrays_of(ins.parameters), dict(ins.config), {}
+        if count := int(config.pop(EVALUATES_FIRST, 0)):
+            evaluated = self.numpy_client.evaluate(received[:count], {})[2]
+            received = received[count:]
+        arrays, samples, metrics = self.numpy_client.fit(received, config)
+        metrics |= {f"{EVALUATION}{name}": value for name, value in evaluated.items()}
         return FitRes(_OK, ndarrays_to_parameters(arrays), samples, metrics)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:

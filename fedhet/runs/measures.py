@@ -50,6 +50,11 @@ ScoreKey = tuple[str, str, str]
 """Key of a score: metric, protocol (test set), and kind of model."""
 BUDGET_EXHAUSTED = "spent"
 """Metric that accompanies an error if the client's privacy budget is exhausted."""
+EVALUATES_FIRST = "evaluates-first"
+"""Config entry of an instruction to train with the number of arrays, at its start, that belong to
+an instruction to evaluate before the training."""
+EVALUATION = "evaluation."
+"""Prefix of the metrics of an evaluation before the training."""
 MISSING_BASE = "lacks"
 """Metric that accompanies an error if the client lacks the base weights of its instruction."""
 SEMI_METRICS = ("pseudo_labels", "pseudo_error")

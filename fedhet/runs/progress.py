@@ -278,10 +278,11 @@ class Progress(Watcher):
 
     def round_finished(self, record: RoundRecord) -> None:
         """Update the results; clients that were not evaluated keep their last accuracy."""
-        self.status.round, self.ended = record.round, record
+        self.ended = record
+        if record.round == self.status.round:  # Otherwise, the next round has started.
+            self._began = NAN
         self._add_bytes(record.bytes_up + record.bytes_down)
         self._durations.append(record.seconds.total)
-        self._began = NAN
         for name, reason in record.failed.items():
             line = f"round {record.round}: {reason}"
             self._change(name, state=State.FAILED, began=NAN, line=line)

@@ -112,6 +112,8 @@ class CallOutcome:
     """Reason why there is no valid reply, or "" if the reply is valid."""
     failure: Failure | None = None
     """Kind of the failure; None if the reply is valid, or if the client is not at fault."""
+    evaluation: CallOutcome | None = field(default=None, repr=False)
+    """Outcome of the evaluation of the previous round, if the message requested one."""
     code_fault: UserCodeFault | None = None
     """Error in the client's code that caused the failure (simulations only)."""
     received_at: float = math.inf

@@ -17,13 +17,21 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from flwr.common import Code, FitRes, Parameters, ndarrays_to_parameters
+from flwr.common import (
+    Code,
+    EvaluateRes,
+    FitRes,
+    Parameters,
+    Scalar,
+    Status,
+    ndarrays_to_parameters,
+)
 
 from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.base.errors import KnowledgeError, one_line
 from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
-from fedhet.runs.measures import BUDGET_EXHAUSTED, WORK, read_measures
+from fedhet.runs.measures import BUDGET_EXHAUSTED, EVALUATION, WORK, read_measures
 from fedhet.runs.storage import Metadata
 from fedhet.runs.units import plural
 from fedhet.server.calls import NOTHING, CallOutcome, Failure, Result
@@ -353,7 +361,8 @@ class Codec:
     ) -> CallOutcome:
         """Decode a client's result when it arrives. Pools call this method from several threads.
 
-        An invalid result, and an error that the client reports, are recorded in the outcome.
+        An invalid result, and an error that the client reports, are recorded in the outcome. The
+        result of an evaluation before the training is decoded like a separate result.
 
         Args:
             client: The client.
@@ -361,6 +370,14 @@ class Codec:
             result: The client's reply or evaluation, in Flower's format.
             round: The round of the instruction.
         """
+        if isinstance(result, FitRes) and any(n.startswith(EVALUATION) for n in result.metrics):
+            parts: dict[bool, dict[str, Scalar]] = {True: {}, False: {}}
+            for name, value in result.metrics.items():
+                parts[name.startswith(EVALUATION)][name.removeprefix(EVALUATION)] = value
+            evaluated = EvaluateRes(Status(Code.OK, ""), 0.0, 0, parts[True])
+            evaluation = self.read(client, kinds, evaluated, round - 1)
+            outcome = self.read(client, kinds, replace(result, metrics=parts[False]), round)
+            return replace(outcome, evaluation=evaluation)
         name, metrics, knowledge = client.name, result.metrics, Knowledge()
         parameters = result.parameters if isinstance(result, FitRes) else NOTHING
         outcome = CallOutcome(name, round, bytes_received=payload_bytes(parameters))

@@ -40,7 +40,13 @@ from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import BASES, shipped_names
 from fedhet.models import evaluate_model
 from fedhet.runs.log import RunLog
-from fedhet.runs.measures import Measured, by_score_key, count_tested, mean_metrics
+from fedhet.runs.measures import (
+    EVALUATES_FIRST,
+    Measured,
+    by_score_key,
+    count_tested,
+    mean_metrics,
+)
 from fedhet.runs.records import Headline
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import (
@@ -58,7 +64,7 @@ from fedhet.server.members import HELD_OUT_KINDS, ClientHealth, HeldOutClients, 
 from fedhet.server.open_calls import OpenCalls
 from fedhet.server.pace import Collector
 from fedhet.server.reply import Reply, ReplySpool
-from fedhet.server.round import RoundState, Selection, track_divergence
+from fedhet.server.round import OpenRound, RoundState, Selection, track_divergence
 from fedhet.server.steps import steps_of
 from fedhet.server.unmasking import Unmasking
 from fedhet.wire.contract import Sizes
@@ -80,7 +86,9 @@ class FederationServer(Server):
     """Flower server that can resume runs, and close rounds without waiting for all clients.
 
     As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
-    followed by the corresponding steps for the evaluation.
+    followed by the corresponding steps for the evaluation. In a deployment, each message takes
+    seconds. There, if possible, clients evaluate a round in the message with which they train in
+    the next round (`MethodStrategy.attach_evaluations`), with the same scores.
     """
 
     def __init__(
@@ -131,9 +139,15 @@ class FederationServer(Server):
         strategy = self._strategy
         collector, manager = strategy.collector, self.client_manager()
         instructions = strategy.configure_fit(number, manager)
-        if instructions or collector.clients_at_work:
-            needed = strategy.state.needed
-            strategy.aggregate_fit(number, collector.fit(number, instructions, needed, timeout))
+        instructions, apart = strategy.attach_evaluations(instructions)
+        evaluated = collector.evaluate(number - 1, apart, timeout) if apart else []
+        results = RoundResults()
+        is_training = bool(instructions or collector.clients_at_work)
+        if is_training:
+            results = collector.fit(number, instructions, strategy.state.needed, timeout)
+        strategy.close_previous_round(evaluated, results)
+        if is_training:
+            strategy.aggregate_fit(number, results)
         if evaluations := strategy.configure_evaluate(number):
             strategy.aggregate_evaluate(collector.evaluate(number, evaluations, timeout))
 
@@ -198,6 +212,19 @@ class MethodStrategy:
         # Limit the number of large instructions that exist at the same time.
         self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
         self.collector = Collector(config.run, self._codec, calls, self._used_spool)
+        # Selection by scores needs all scores, late replies need all rounds to be closed, and
+        # encoded weights need messages of one kind.
+        self._attaches_evaluations = log.is_deployed and not (
+            method.run.early_stopping
+            or method.run.keep_best
+            or pace.may_be_late
+            or spec.large_messages
+            or config.run.privacy.secure_aggregation
+            or config.run.wire.encoding != "float32"
+        )
+        """Whether an evaluation can be part of the next round's messages."""
+        self._open: OpenRound | None = None
+        """Previous round, if its evaluation is part of this round's messages."""
         self._instruct_error: Exception | None = None
         """Error in the creation of a large instruction, which occurred in another thread."""
 
@@ -395,31 +422,77 @@ class MethodStrategy:
         if not instructions:
             self._finish_round()
             return []
-        all_members, held_out = method.members | self._held_out.members, self._held_out.names
+        all_members = method.members | self._held_out.members
+        held_out = self._held_out.names
         check_instructions(
             method, self.state, server_round, instructions, all_members, training=False
         )
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        calls: list[tuple[NamedProxy, EvaluateIns]] = [
-            (
-                self._proxy(all_members[name]),
-                EvaluateIns(payload, {"unseen": True} if name in held_out else {}),
-            )
+        evaluations = {
+            name: EvaluateIns(payload, {"unseen": True} if name in held_out else {})
             for name, payload in payloads.items()
-        ]
+        }
+        if self._attaches_evaluations and self.log.last_round > server_round:
+            self._finish_round(evaluations)
+            return []
         self.state.clock.start_waiting()
-        return calls
+        return [(self._proxy(all_members[name]), ins) for name, ins in evaluations.items()]
 
     def aggregate_evaluate(self, outcomes: Sequence[CallOutcome]) -> None:
         """Record the clients' evaluations and close the round."""
         self.state.clock.stop_waiting()
         self._code_faults.report(outcome.code_fault for outcome in outcomes)
         for outcome in sorted(outcomes, key=lambda outcome: outcome.client):
-            if outcome.error:
-                self.state.skip_evaluation(outcome.client, outcome.error, outcome.failure)
-            else:
-                self.state.record_measured(outcome.client, outcome.measured)
+            self.state.record_evaluation(outcome)
         self._finish_round()
+
+    # Methods for a round whose evaluation is part of the next round's messages.
+
+    def attach_evaluations(
+        self, calls: Sequence[tuple[NamedProxy, FitIns]]
+    ) -> tuple[list[tuple[NamedProxy, FitIns]], list[tuple[NamedProxy, EvaluateIns]]]:
+        """Attach the previous round's evaluations to the instructions to train.
+
+        Args:
+            calls: The clients that train, and their instructions.
+
+        Returns:
+            The calls with evaluations, and calls to clients that evaluate but do not train.
+        """
+        apart = dict(self._open.evaluations) if self._open else {}
+        attached = []
+        for proxy, message in calls:
+            if evaluation := apart.pop(proxy.name, None):
+                first = evaluation.parameters.tensors
+                tensors = [*first, *message.parameters.tensors]
+                config = {**message.config, EVALUATES_FIRST: len(first)}
+                message = FitIns(replace(message.parameters, tensors=tensors), config)
+            attached.append((proxy, message))
+        members = self.method.members
+        separate = [(self._proxy(members[n]), ins) for n, ins in apart.items() if n in members]
+        return attached, separate
+
+    def close_previous_round(self, evaluated: Sequence[CallOutcome], results: RoundResults) -> None:
+        """Record the evaluations of the previous round, unless it has been closed.
+
+        Args:
+            evaluated: Outcomes of the evaluations by clients that do not train in this round.
+            results: Outcomes of the training, which contain the attached evaluations.
+        """
+        if self._open is None:
+            return
+        outcomes = {outcome.client: outcome for outcome in evaluated}
+        for outcome in results.outcomes:
+            if outcome.client in self._open.evaluations:
+                outcomes[outcome.client] = outcome.evaluation or replace(
+                    outcome, error=outcome.error or "sent no evaluation"
+                )
+        for name in sorted(self._open.evaluations):
+            missing = CallOutcome(name, self._open.record.round, error="did not reply in time")
+            self.state.record_evaluation(outcomes.get(name, missing), self._open.record)
+        self.state.scores.write_to(self._open.record)
+        self._close_round(self._open)
+        self._open = None
 
     # Private helpers.
 
@@ -448,7 +521,8 @@ class MethodStrategy:
         is_due = round % run.evaluate_every == 0 and round >= run.evaluate_from
         return is_due or round == run.rounds
 
-    def _finish_round(self) -> None:
+    def _finish_round(self, evaluations: dict[str, EvaluateIns] | None = None) -> None:
+        """Finish the current round. With `evaluations`, the round stays open for their outcomes."""
         method = self.method
         evaluated = self._is_evaluated(self.state.record.round)
         models = method.eval_models() if evaluated else {}
@@ -464,17 +538,22 @@ class MethodStrategy:
         for name in self.state.update_health(method.members):
             method.forget(name)
         method.sampler.finish()
-        record = self.state.finish(evaluated=evaluated)
-        self.log.round_finished(record)
+        record = self.state.finish(evaluated=evaluated and not evaluations)
         pace = {"collector": self.collector.to_dict(), "selection": method.sampler.to_dict()}
-        metadata = {
-            "state": self.state.to_json(),
-            PACE: json.dumps(pace),
-            **self._codec.encoder.metadata(),
-        }
+        metadata = {PACE: json.dumps(pace), **self._codec.encoder.metadata()}
         tensors = {**method.state_dict(), **self._codec.encoder.state_dict()}
+        open_round = OpenRound(record, evaluations or {}, tensors, metadata)
+        if evaluations:
+            self._open = open_round
+        else:
+            self._close_round(open_round)
+
+    def _close_round(self, closed: OpenRound) -> None:
+        """Write the record and the checkpoint of a round."""
+        self.log.round_finished(closed.record)
+        metadata = {"state": self.state.to_json(), **closed.metadata}
         kept = {self.state.rollback.good, self.log.best_round}
-        self.log.checkpoints.write_checkpoint(record.round, tensors, metadata, kept)
+        self.log.checkpoints.write_checkpoint(closed.record.round, closed.tensors, metadata, kept)
         self.state.calls.remove_used()
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
+from flwr.common import EvaluateIns
 from pydantic import TypeAdapter
 
+from fedhet.base.arrays import Array
 from fedhet.base.errors import (
     DivergedError,
     FedhetError,
@@ -24,7 +26,7 @@ from fedhet.base.errors import (
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, relative, spread, summarize
 from fedhet.runs.records import VALIDATION, ByMetric, Headline, RoundRecord, Seconds
-from fedhet.server.calls import Failure, RoundResults
+from fedhet.server.calls import CallOutcome, Failure, RoundResults
 from fedhet.server.members import ClientHealth
 from fedhet.server.open_calls import OpenCalls
 from fedhet.server.reply import Magnitudes, medians
@@ -58,6 +60,19 @@ class Rollback:
     """Number of consecutive rounds in which the server's own training has diverged."""
     learned_once: bool = False
     """Whether the server's training or averaging has succeeded in any round."""
+
+
+@dataclass
+class OpenRound:
+    """A round whose evaluation is part of the next round's messages."""
+
+    record: RoundRecord
+    evaluations: dict[str, EvaluateIns]
+    """Instructions to evaluate after the round, by client."""
+    tensors: dict[str, Array]
+    """Tensors of the round's checkpoint."""
+    metadata: dict[str, str]
+    """Metadata of the round's checkpoint, without the state of the clients."""
 
 
 class RoundState:
@@ -199,16 +214,19 @@ class RoundState:
         excluded = {n for n in names if self.health.exclusion_reason(self.record.round, n)}
         return sorted(set(names) - silent - (excluded - set(self.record.asked)))
 
-    def record_measured(self, name: str, measured: Measured) -> None:
-        """Record a client's measurements."""
+    def record_measured(
+        self, name: str, measured: Measured, record: RoundRecord | None = None
+    ) -> None:
+        """Record a client's measurements, by default in the record of the current round."""
+        record = record or self.record
         with self._lock:
             self.scores.record(name, measured)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
             if measured.epsilon is not None:
                 self._epsilon[name] = measured.epsilon
-            self.record.seconds.train += measured.train_seconds
-            self.record.seconds.evaluate += measured.evaluate_seconds
+            record.seconds.train += measured.train_seconds
+            record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
 
     def record_magnitudes(self, magnitudes: Mapping[str, Magnitudes]) -> None:
@@ -265,11 +283,21 @@ class RoundState:
         self._misconduct.add(name)
         self.notice(f"round {self.record.round}: {name} {fault}")
 
-    def skip_evaluation(self, name: str, reason: str, failure: Failure | None) -> None:
-        """Record that a client could not be evaluated."""
-        if failure is not None:
-            self._failures.setdefault(name, failure)
-        self.record.unevaluated[name] = one_line(reason)
+    def record_evaluation(self, outcome: CallOutcome, record: RoundRecord | None = None) -> None:
+        """Record a client's evaluation, or that the client could not be evaluated.
+
+        Args:
+            outcome: Outcome of the evaluation.
+            record: Record of the evaluated round, by default the record of the current round.
+        """
+        record = record or self.record
+        name, reason = outcome.client, outcome.error
+        if not reason:
+            self.record_measured(name, outcome.measured, record)
+            return
+        if outcome.failure is not None:
+            self._failures.setdefault(name, outcome.failure)
+        record.unevaluated[name] = one_line(reason)
         self.notice(f"client {name} was not evaluated: {reason}")
 
     def exclude_outlier(self, name: str, rule: str) -> None:
