@@ -180,7 +180,7 @@ def test_unrequested_and_nested_evaluations_are_refused_or_ignored(tmp_path):
     config = small("felo")
     codec = Codec("run", config.method, 10**6, RoundState(1, print))
     client = client_info("image", (1, 8, 8))
-    metrics = {EVALUATION * 500 + "loss": 0.0}
+    metrics = {EVALUATION * 5000 + "loss": 0.0}
     outcome = codec.read(client, ["private"], FitRes(Status(Code.OK, ""), NOTHING, 1, metrics), 2)
     assert outcome.evaluation.failure == "refused"
     assert outcome.error

@@ -29,7 +29,8 @@ COMMAND = """
             fields = {
                 "argv": sys.argv, "cwd": os.getcwd(), "count": len(messages), "kept": len(kept),
                 "permission": os.environ.get("PERMISSION"), "only": os.environ.get("ONLY"),
-                "random": os.urandom(8).hex(), "parent": os.getppid(),
+                "served": os.environ.get("SERVED"), "random": os.urandom(8).hex(),
+                "parent": os.getppid(),
                 "stdin": sys.stdin.read(), "files": len(os.listdir("/proc/self/fd")),
             }
             print(json.dumps(fields))
@@ -79,7 +80,9 @@ class Site:
 
     def serve(self, idle: float = 60.0) -> psutil.Popen:
         self.directory.mkdir(parents=True, exist_ok=True)
-        process = psutil.Popen([sys.executable, "-c", SERVE, str(idle)], cwd=self.directory)
+        command = [sys.executable, "-c", SERVE, str(idle)]
+        environment = {**os.environ, "SERVED": "yes"}
+        process = psutil.Popen(command, cwd=self.directory, env=environment)
         self.processes.append(process)
         wait_for((self.directory / "socket").exists)
         return process
@@ -145,7 +148,7 @@ def test_nothing_of_a_message_remains_for_the_next_run(site):
     site.run("keep=1000")
     second = json.loads(site.run("show").stdout)
     assert (first["permission"], first["only"]) == ("everything", "first")
-    assert (second["permission"], second["only"]) == ("none", None)
+    assert (second["permission"], second["only"], second["served"]) == ("none", None, None)
     assert (second["count"], second["kept"]) == (1, 0)
     assert first["files"] == second["files"]
     assert first["random"] != second["random"]
@@ -183,11 +186,25 @@ def test_message_outlives_killed_worker(site):
     wait_for(lambda: mark.exists() and mark.read_text())
     served.kill()
     served.wait()
+    site.serve()
+    assert site.run("exit=5").returncode == 5
     Path(f"{mark}.finish").touch()
     wait_for(Path(f"{mark}.finished").exists)
     assert program.wait(30) == worker.FAILED  # Its status is unknown, but it is not repeated.
-    site.serve()
+
+
+def test_message_whose_program_has_ended_is_not_processed(site):
+    """Such a program executes Flower's own command, so the message would be processed twice."""
+    served, mark = site.serve(), site.root / "mark"
+    served.suspend()
+    program = site.start(f"wait={mark}")
+    wait_for(lambda: psutil.Process(program.pid).net_connections("unix"))
+    time.sleep(0.2)
+    program.kill()
+    program.wait()
+    served.resume()
     assert site.run("exit=5").returncode == 5
+    assert not mark.exists()
 
 
 def test_two_messages_at_the_same_time_have_separate_processes(site):
@@ -233,6 +250,7 @@ def test_unused_worker_ends(site):
 
 def test_interrupted_worker_ends_without_traceback(site):
     served = site.serve()
+    site.run("exit=0")
     served.send_signal(signal.SIGINT)
     assert served.wait(30) == 0
 
