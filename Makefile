@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# With Flower 1.39, sites use gRPC; `make test-newest` installs the newest Flower, with which they use HTTP.
+FLOWER := flwr[simulation]<1.40
+NEWEST := .venv-newest
 
-.PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu docs docs-links notebook clean
+.PHONY: help install demo test test-newest slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu docs docs-links notebook clean
 
 help:            ## list all targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
@@ -12,7 +15,7 @@ help:            ## list all targets
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' '$(FLOWER)'
 	touch $@
 
 install: $(STAMP) ## create the virtual environment with the development dependencies
@@ -23,6 +26,16 @@ demo: install    ## train ten clients with five architectures, and a local basel
 test: install lint types proto-check ## run lint, types and tests, like CI
 	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup --ignore tests/test_gpu.py
 	$(BIN)/python -m pytest -m 'not slow' tests/test_gpu.py
+
+$(NEWEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+test-newest: $(NEWEST)/.installed ## run all tests of deployments with the newest Flower, in a second environment
+	$(NEWEST)/bin/python -m pytest --numprocesses logical --dist loadgroup $(patsubst %,tests/test_%.py,transport deploy \
+	  deploy_tutorial hosts doctor docker operation signed connection nodes certs packaging flower_app masking_deployed)
 
 slow: install    ## run the longer tests
 	$(BIN)/python -m pytest -m slow
@@ -65,19 +78,22 @@ COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constrain
 	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --output-file
 WANTED := build/wanted.txt
 
-constraints: install ## pin the newest compatible versions of the image's packages in docker/constraints.txt and overrides.txt
+$(WANTED): pyproject.toml docker/wanted.py Makefile
 	@mkdir -p build
-	@$(BIN)/python docker/wanted.py image build > $(WANTED)
-	$(COMPILE) docker/constraints.txt --upgrade $(WANTED)
+	@$(BIN)/python docker/wanted.py image build > $@
+	@echo 'flwr<1.40' > build/constraints.in
+	@echo 'flwr>=1.40' > build/newest.in
+
+constraints: install $(WANTED) ## pin the newest compatible versions of the image's packages in docker/*.txt
+	$(COMPILE) docker/constraints.txt --upgrade $(WANTED) build/constraints.in
+	$(COMPILE) docker/newest.txt --upgrade $(WANTED) build/newest.in
 	@echo 'cryptography>=50,<51' > build/overrides.in
 	$(COMPILE) docker/overrides.txt --upgrade --no-deps build/overrides.in
 
-constraints-check: install ## check that docker/constraints.txt matches pyproject.toml
-	@mkdir -p build
-	@$(BIN)/python docker/wanted.py image build > $(WANTED)
-	@cp docker/constraints.txt build/constraints.txt
-	@$(COMPILE) build/constraints.txt $(WANTED) > build/uv.log || { cat build/uv.log; exit 1; }
-	@cmp build/constraints.txt docker/constraints.txt || { echo "run: make constraints"; exit 1; }
+constraints-check: install $(WANTED) ## check that docker/constraints.txt and docker/newest.txt match pyproject.toml
+	@for pins in constraints newest; do cp docker/$$pins.txt build/$$pins.txt; \
+	$(COMPILE) build/$$pins.txt $(WANTED) build/$$pins.in > build/uv.log || { cat build/uv.log; exit 1; }; \
+	cmp build/$$pins.txt docker/$$pins.txt || { echo "run: make constraints"; exit 1; }; done
 
 BASE_TAG := python:3.11-slim-bookworm
 

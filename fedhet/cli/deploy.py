@@ -60,7 +60,7 @@ def deploy_local_command(
         ),
     ] = None,
 ) -> None:
-    """Run a server and nodes on this machine that communicate over gRPC with TLS."""
+    """Run a server and nodes on this machine that communicate over TLS."""
     values = gather(
         method, preset, config, set_, dataset=dataset, clients=clients, models=models,
         rounds=rounds, seed=seed, out=out,
@@ -515,6 +515,10 @@ def doctor_command(
     server: Annotated[
         str | None, option("HOST:PORT", "Also check the server with this control API address.")
     ] = None,
+    superlink: Annotated[
+        str | None,
+        option("HOST:PORT", "At a site: also check the server with this value of --superlink."),
+    ] = None,
     ca: AuthorityOfServer = None,
     site: Annotated[
         str | None,
@@ -526,8 +530,8 @@ def doctor_command(
 
     Checks the machine's packages, GPUs, memory, disk, and ports; the expiry dates and signatures of
     certificates; the pairing and file modes of keys; a site's node settings, peers file,
-    declaration, and data; and whether the server replies and its clock agrees with the clock of
-    this machine.
+    declaration, and data; whether the server replies and its clock agrees with the clock of this
+    machine; and whether a site can reach the server with the installed version of Flower.
     """
     from fedhet.deployment import doctor
 
@@ -537,6 +541,8 @@ def doctor_command(
     findings += doctor.check_keys(keys) if keys is not None else ()
     findings += doctor.check_site(site) if site is not None else ()
     findings += doctor.check_server(server, authority_for(server, ca)) if server is not None else ()
+    if superlink is not None:
+        findings += doctor.check_sites_address(superlink, authority_for(superlink, ca))
     if as_json:
         say(json.dumps([asdict(each) for each in findings]))
     for each in () if as_json else findings:

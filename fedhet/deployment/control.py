@@ -34,6 +34,7 @@ from fedhet.base.disk import read_file, read_pem
 from fedhet.base.errors import FedhetError, error_reason
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate, sign_app
+from fedhet.deployment.transport import check_transport, transport_of
 from fedhet.runs.units import message_of
 from fedhet.settings.addresses import join_host_port, split_host_port
 from fedhet.settings.schema import nest
@@ -154,16 +155,32 @@ class Connection:
         Returns an empty string if the reply has no such header. Raises FedhetError if the CA's
         certificate cannot be read, if no server replies, or if its certificate is rejected.
         """
+        with self._explained("the port of Flower's control API with TLS"):
+            context = ssl.create_default_context(cafile=str(self.authority))
+            host, port = self.endpoint
+            client = http.client.HTTPSConnection(host, port, timeout=REPLY_SECONDS, context=context)
+            with contextlib.closing(client):
+                client.request("GET", "/")
+                return client.getresponse().headers.get("Date") or ""
+
+    def check_transport(self) -> None:
+        """Check, like `check_reachable`, the address at which the server serves sites.
+
+        Also raises FedhetError if the server uses another transport than this site's Flower.
+        """
+        with self._explained("the server's port for sites with TLS"):
+            transport = transport_of(self.endpoint, self.authority)
+        check_transport(self.address, transport)
+
+    @contextlib.contextmanager
+    def _explained(self, expected: str) -> Iterator[None]:
+        """Convert errors of a connection in the block to FedhetError."""
         if not self.authority.is_file():
             raise FedhetError(f"{self.authority}: file not found, expected the CA's certificate")
         read_certificate(self.authority)
-        host, port = self.endpoint
-        context = ssl.create_default_context(cafile=str(self.authority))
-        client = http.client.HTTPSConnection(host, port, timeout=REPLY_SECONDS, context=context)
-        rule = "expected the port of Flower's control API with TLS"
+        host, rule = self.endpoint[0], f"expected {expected}"
         try:
-            client.request("GET", "/")
-            return client.getresponse().headers.get("Date") or ""
+            yield
         except ssl.SSLCertVerificationError as error:
             raise FedhetError(
                 f"server {self.address}: certificate rejected ({error.verify_message}), expected a "
@@ -182,10 +199,8 @@ class Connection:
         except OSError as error:
             raise FedhetError(
                 f"no server found at {self.address} ({error_reason(error)}). Check that the server "
-                "is running and that the port is forwarded."
+                "is running and that the port is open or forwarded."
             ) from None
-        finally:
-            client.close()
 
     def is_listening(self) -> bool:
         """Return whether any process listens at the server's address."""

@@ -22,6 +22,7 @@ from fedhet.base.disk import is_secret, read_pem
 from fedhet.base.errors import FedhetError, SettingsError, one_line
 from fedhet.deployment import certs
 from fedhet.deployment.control import Connection
+from fedhet.deployment.transport import TRANSPORT
 from fedhet.runs.units import human_bytes, plural
 
 if TYPE_CHECKING:
@@ -361,6 +362,20 @@ def _authority_key(path: Path) -> Iterator[Finding]:
         yield error("CA key", f"{path}: belongs to the service user '{user.pw_name}', {advice}")
     else:
         yield warning("CA key", f"{path}: belongs to '{user.pw_name}', {advice}")
+
+
+@_guarded
+def check_sites_address(address: str, authority: Path) -> Iterator[Finding]:
+    """Check that a site can connect to the server at HOST:PORT, with the installed Flower."""
+    try:
+        Connection(Path(), address, authority).check_transport()
+    except FedhetError as fault:
+        yield error("server", str(fault).removeprefix("server ").removeprefix("server: "))
+        return
+    yield ok(
+        "server",
+        f"{address} replies to sites over {TRANSPORT}, with a certificate signed by {authority}",
+    )
 
 
 @_guarded

@@ -7,12 +7,14 @@ a second port, and places a barrier between this port and Flower.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, MutableMapping
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +31,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 GRPC, HTTP = "gRPC", "HTTP"
-VERSIONS = {GRPC: "1.39", HTTP: "1.40 to 1.42"}
+REQUIREMENTS = {GRPC: "flwr[simulation]>=1.39,<1.40", HTTP: "flwr[simulation]>=1.40,<1.43"}
 """Versions of Flower that use each transport."""
 FLOWER = Version(metadata.version("flwr"))
 TRANSPORT = GRPC if Version("1.40") > FLOWER else HTTP
@@ -51,8 +53,9 @@ class Barrier:
         if scope["type"] == "lifespan" or self._may_pass(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 404, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            empty = [(b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 404, "headers": empty})
+            await send({"type": "http.response.body"})
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -82,14 +85,15 @@ def open_to_sites(sites: Address) -> list[str]:
     uvicorn = getattr(flower, "uvicorn", None)
     if Version("1.43") <= FLOWER or uvicorn is None:
         raise FedhetError(
-            f"Flower {FLOWER}: unsupported, because sites might reach the control API, expected "
-            f"Flower {VERSIONS[GRPC]} or {VERSIONS[HTTP]}. Install `flwr[simulation]<1.43`."
+            f"Flower {FLOWER}: unsupported, because sites might reach the control API. Install "
+            f"`{REQUIREMENTS[HTTP]}` with pip."
         )
     opened = listen(sites)
 
     def run(app: App, *, host: str, port: int, **options: Any) -> None:
         server = uvicorn.Server(uvicorn.Config(Barrier(app, port), **options))
-        server.run(sockets=[listen((host, port)), opened])
+        with contextlib.suppress(KeyboardInterrupt):  # as uvicorn.run does
+            server.run(sockets=[listen((host, port)), opened])
 
     # Flower gets no other part of uvicorn, so it cannot open a port without the barrier.
     flower.uvicorn = SimpleNamespace(run=run)  # type: ignore[attr-defined]
@@ -107,7 +111,7 @@ def listen(address: Address) -> socket.socket:
         raise FedhetError(f"{join_host_port(*address)}: cannot listen ({reason})") from None
 
 
-def transport_of(address: Address, authority: str | None = None) -> str:
+def transport_of(address: Address, authority: Path | None = None) -> str:
     """Return the transport of a server, from a TLS handshake at its address for sites.
 
     Args:
@@ -117,7 +121,7 @@ def transport_of(address: Address, authority: str | None = None) -> str:
     Raises:
         OSError: If the server cannot be reached, or if the handshake fails.
     """
-    context = ssl.create_default_context(cafile=authority)
+    context = ssl.create_default_context(cafile=authority and str(authority))
     if authority is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -131,11 +135,11 @@ def transport_of(address: Address, authority: str | None = None) -> str:
 def check_transport(server: str, transport: str) -> None:
     """Check that a server's transport is the transport of the installed version of Flower.
 
-    Raises FedhetError if the site cannot communicate with the server.
+    Raises FedhetError if they differ, because the site cannot communicate with the server then.
     """
     if transport != TRANSPORT:
         raise FedhetError(
-            f"server {server}: communicates over {transport} (Flower {VERSIONS[transport]}), but "
-            f"this site has Flower {FLOWER}, which communicates over {TRANSPORT}. Install the same "
-            f"version of Flower at the server and at all sites."
+            f"server {server}: expected {TRANSPORT}, which Flower {FLOWER} at this site uses, got "
+            f"{transport}. Install `{REQUIREMENTS[transport]}` at this site with pip, or "
+            f"`{REQUIREMENTS[TRANSPORT]}` at the server."
         )
