@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
 import signal
@@ -370,6 +371,9 @@ def test_health_check_notices_a_server_that_hangs_or_has_exited(tmp_path):
 # --- a node and a server with different transports ------------------------------------------------
 
 
+SUPERNODE = "flwr.supernode.cli.flower_supernode"
+
+
 @pytest.fixture
 def other(tmp_path):
     """Serve TLS handshakes like a server whose Flower uses the other transport."""
@@ -397,7 +401,7 @@ def other(tmp_path):
 
 def test_node_of_another_transport_says_what_to_install(other, monkeypatch):
     address, authority = other
-    monkeypatch.setattr(processes.os, "execv", lambda *_: pytest.fail("Flower was started"))
+    monkeypatch.setattr(SUPERNODE, lambda: pytest.fail("Flower was started"))
     words = ["--superlink", address, "--root-certificates", str(authority)]
     got = GRPC if TRANSPORT == HTTP else HTTP
     with pytest.raises(FedhetError) as fault:
@@ -411,12 +415,14 @@ def test_node_of_another_transport_says_what_to_install(other, monkeypatch):
 
 def test_node_starts_even_if_the_server_does_not_reply_yet(monkeypatch):
     started = []
-    monkeypatch.setattr(processes.os, "execv", lambda path, words: started.append(words))
-    monkeypatch.delenv("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", raising=False)
-    words = [f"--superlink=localhost:{free_port()}", "--trusted-entities", "/missing"]
-    processes.run_node(words[:1], lambda _: None)
-    assert started == [["flower-supernode", *words[:1]]]
-    assert processes.os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] == "0.1"
+    monkeypatch.setattr(SUPERNODE, lambda: started.append(sys.argv))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr("flwr.supernode.start_client_internal.time", None)
+    word = f"--superlink=localhost:{free_port()}"
+    processes.run_node([word], lambda _: None)
+    assert started == [["flower-supernode", word]]
+    assert os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] == "0.1"
 
 
 def test_doctor_checks_a_sites_connection(server, other):

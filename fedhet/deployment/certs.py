@@ -49,6 +49,7 @@ PUBLISHER_KEY, PUBLISHER = ".publisher.key", ".publisher.yaml"
 --trusted-entities` reads."""
 AUTHORITY_DAYS = 3650
 """Minimum lifetime of the CA in days, because a new CA certificate must be copied to every site."""
+PRIVATE_PEM_KEY = "an unencrypted private key in PEM format"
 PRIVATE_SSH_KEY = "an unencrypted private key in OpenSSH format"
 RENEWAL_PERIOD = datetime.timedelta(days=30)
 """Remaining lifetime below which a certificate should be renewed."""
@@ -132,6 +133,15 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
 def read_certificate(path: Path) -> x509.Certificate:
     """Read a certificate in PEM format. Raises FedhetError if it cannot be read."""
     return read_pem(path, x509.load_pem_x509_certificate, "a certificate in PEM format")
+
+
+def read_server(directory: Path) -> None:
+    """Check a server's three files. Raises FedhetError if one is invalid or the key is wrong."""
+    read_certificate(directory / CA_CERTIFICATE)
+    certificate, path = read_certificate(directory / SERVER_CERTIFICATE), directory / SERVER_KEY
+    key = read_pem(path, partial(load_pem_private_key, password=None), PRIVATE_PEM_KEY)
+    if key.public_key() != certificate.public_key():
+        raise FedhetError(f"{path}: expected the key of {SERVER_CERTIFICATE}, got another key")
 
 
 def expiry(path: Path) -> str:
@@ -287,8 +297,7 @@ def _signed(
     path = directory / CA_KEY
     try:
         authority = read_certificate(directory / CA_CERTIFICATE)
-        rule = "an unencrypted private key in PEM format"
-        signer = read_pem(path, partial(load_pem_private_key, password=None), rule)
+        signer = read_pem(path, partial(load_pem_private_key, password=None), PRIVATE_PEM_KEY)
     except StateError as error:
         advice = "Sign the server's certificate with your own certificate authority."
         raise FedhetError(f"{error}. {advice}") from None
