@@ -118,6 +118,12 @@ def _authority(root):
 
 
 @door
+def _server_key(root):
+    path = _made(root) / certs.SERVER_KEY
+    return path, lambda: certs.read_server(root)
+
+
+@door
 def _authority_key(root):
     path = _made(root) / certs.CA_KEY
     return path, lambda: certs.renew(root, [], 10)
@@ -513,8 +519,8 @@ SOUND = {
 }  # fmt: skip
 """Doors and faults that leave a valid file."""
 BINARY = {
-    "certificate", "authority", "authority-key", "node-key", "publisher-key", "packed-csv",
-    "parquet", "npz", "medmnist", "image", "hub-parquet", "hub-csv", "hub-jsonl", "saved-rows",
+    "certificate", "authority", "server-key", "authority-key", "node-key", "publisher-key",
+    "packed-csv", "parquet", "npz", "medmnist", "image", "hub-parquet", "hub-csv", "hub-jsonl", "saved-rows",
     "saved-splits", "saved-state", "saved-info", "mnist", "weights", "state", "privacy-ledger",
 }  # fmt: skip
 """Doors whose files are not text, or text that a library or fedhet has written or decodes."""

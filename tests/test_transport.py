@@ -24,8 +24,10 @@ from flwr.superlink.main import create_app
 from interruption import until
 from packaging.requirements import Requirement
 from packaging.version import Version
+from typer.testing import CliRunner
 
 from fedhet.base.errors import FedhetError
+from fedhet.cli import app
 from fedhet.deployment import certs, control, doctor, processes, transport
 from fedhet.deployment.local import LocalDeployment, free_port
 from fedhet.deployment.transport import GRPC, HTTP, TRANSPORT
@@ -231,6 +233,35 @@ def test_barrier_is_closed_if_the_port_is_unknown():
         assert not barrier._may_pass(fleet | other)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--address", "0.0.0.0"], "--address: expected HOST:PORT"),
+        (["--control", "http://x:1"], "--control: expected HOST:PORT"),
+        (
+            ["--address", "0.0.0.0:8000"],
+            "--control: expected another port than --address, got 8000",
+        ),
+        (["--insecure"], "--insecure: unsupported option, see `fedhet server --help`"),
+        (["--hos", "0.0.0.0"], "--hos: unsupported option"),
+        (["--fleet-api-type=grpc-adapter"], "--fleet-api-type: unsupported option"),
+        (["--allow-runtime"], "--allow-runtime: unsupported option"),
+    ],
+)
+def test_server_refuses_options_that_change_its_ports_or_protection(tmp_path, words, says):
+    certs.make(tmp_path, [], [], 30)
+    done = CliRunner().invoke(app, ["server", str(tmp_path), *words])
+    assert says in str(done.exception), done.output
+
+
+def test_server_refuses_a_key_of_another_certificate(tmp_path):
+    certs.make(tmp_path, [], [], 30)
+    certs.make(tmp_path / "other", [], [], 30)
+    (tmp_path / certs.SERVER_KEY).write_bytes((tmp_path / "other" / certs.SERVER_KEY).read_bytes())
+    with pytest.raises(FedhetError, match=r"server\.key: expected the key of server\.pem"):
+        processes.run_server(tmp_path, "127.0.0.1:9092", "127.0.0.1:8000", tmp_path / "db", [])
+
+
 def test_server_does_not_start_without_its_barrier(monkeypatch):
     monkeypatch.setattr(transport, "TRANSPORT", HTTP)
     address = ("127.0.0.1", free_port())
@@ -416,7 +447,7 @@ def test_node_of_another_transport_says_what_to_install(other, monkeypatch):
 def test_node_starts_even_if_the_server_does_not_reply_yet(monkeypatch):
     started = []
     monkeypatch.setattr(SUPERNODE, lambda: started.append(sys.argv))
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", ["fedhet"])
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr("flwr.supernode.start_client_internal.time", None)
     word = f"--superlink=localhost:{free_port()}"

@@ -14,14 +14,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-from fedhet.base.disk import read_pem, state_directory
+from fedhet.base.disk import state_directory
 from fedhet.base.errors import SettingsError
 from fedhet.deployment import certs
 from fedhet.deployment.control import FORWARDED
@@ -97,13 +94,7 @@ def run_server(
     for_sites, (host, port) = _address("--address", sites), _address("--control", control)
     if for_sites[1] == port:
         raise SettingsError(f"--control: expected another port than --address, got {port} twice")
-    for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
-        certs.read_certificate(directory / name)
-    read_pem(
-        directory / certs.SERVER_KEY,
-        partial(load_pem_private_key, password=None),
-        "a private key in PEM format",
-    )
+    certs.read_server(directory)
     own = {
         "--ssl-ca-certfile": directory / certs.CA_CERTIFICATE,
         "--ssl-certfile": directory / certs.SERVER_CERTIFICATE,
@@ -112,8 +103,9 @@ def run_server(
         "--port": port,
         "--database": database,
     }
+    others = ("--insecure", "--simulation", "--allow-runtime-dependency-installation")
     always = ("--enable-supernode-auth", "--disable-runtime-dependency-installation")
-    taken = (*own, *always, "--insecure", "--fleet-api-", "--control-api-", "--simulation")
+    taken = (*own, *always, *others, "--fleet-api-", "--control-api-")
     for word in arguments:
         name = word.partition("=")[0]
         # Flower also accepts the beginning of an option.
