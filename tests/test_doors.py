@@ -520,8 +520,9 @@ SOUND = {
 """Doors and faults that leave a valid file."""
 BINARY = {
     "certificate", "authority", "server-key", "authority-key", "node-key", "publisher-key",
-    "packed-csv", "parquet", "npz", "medmnist", "image", "hub-parquet", "hub-csv", "hub-jsonl", "saved-rows",
-    "saved-splits", "saved-state", "saved-info", "mnist", "weights", "state", "privacy-ledger",
+    "packed-csv", "parquet", "npz", "medmnist", "image", "hub-parquet", "hub-csv", "hub-jsonl",
+    "saved-rows", "saved-splits", "saved-state", "saved-info", "mnist", "weights", "state",
+    "privacy-ledger",
 }  # fmt: skip
 """Doors whose files are not text, or text that a library or fedhet has written or decodes."""
 FOUND_IN_DIRECTORY = {"hub-parquet", "hub-csv", "hub-jsonl", "mnist"}
