@@ -58,7 +58,7 @@ SERVE = textwrap.dedent(COMMAND) + textwrap.dedent("""
     worker.OWNER_SECONDS = 0.1
     worker.IDLE_SECONDS = float(sys.argv[1])
     with contextlib.suppress(KeyboardInterrupt):
-        worker.serve(lambda: command)
+        worker.serve(lambda: command, int(sys.argv[2]))
 """)
 
 
@@ -78,9 +78,10 @@ class Site:
         self.output, self.errors = root / "output", root / "errors"
         self.environment = worker.with_worker({**os.environ, "PERMISSION": "none"}, root / "state")
 
-    def serve(self, idle: float = 60.0) -> psutil.Popen:
+    def serve(self, idle: float = 60.0, owner: int = 0) -> psutil.Popen:
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", SERVE, str(idle)]
+        (self.directory / "socket").unlink(missing_ok=True)
+        command = [sys.executable, "-c", SERVE, str(idle), str(owner or os.getpid())]
         environment = {**os.environ, "SERVED": "yes"}
         process = psutil.Popen(command, cwd=self.directory, env=environment)
         self.processes.append(process)
@@ -223,24 +224,27 @@ def test_two_messages_at_the_same_time_have_separate_processes(site):
 
 def test_second_worker_of_a_directory_ends(site):
     served = site.serve()
-    second = psutil.Popen([sys.executable, "-c", SERVE, "60"], cwd=site.directory)
+    second = psutil.Popen([sys.executable, "-c", SERVE, "60", "1"], cwd=site.directory)
     assert second.wait(30) == 0
     assert served.is_running()
     assert site.run("exit=5").returncode == 5
 
 
-def test_worker_ends_with_the_site(site):
+def test_worker_ends_with_all_sites_that_use_it(site):
     """The owner of a message is the process that started the program, here a shell."""
-    served = site.serve()
+    first = psutil.Popen(["sleep", "60"])
     shell = f"{worker.COMMAND} exit=0; sleep 60"
-    owner = psutil.Popen(["sh", "-c", shell], env=site.environment)
-    site.processes.append(owner)
-    wait_for(lambda: any(each.name() == "sleep" for each in owner.children()))
+    served = site.serve(owner=first.pid)
+    second = psutil.Popen(["sh", "-c", shell], env=site.environment)
+    site.processes += [first, second]
+    wait_for(lambda: any(each.name() == "sleep" for each in second.children()))
+    first.kill()
+    first.wait()
     time.sleep(0.5)
     assert served.is_running()
-    for process in (*owner.children(), owner):
+    for process in (*second.children(), second):
         process.kill()
-    owner.wait()
+    second.wait()
     assert served.wait(30) == 0
 
 

@@ -117,7 +117,8 @@ def _connect(directory: str) -> socket.socket:
                 if (process is not None and process.poll()) or time.monotonic() > end:
                     raise
             if process is None:
-                command = [sys.executable, "-P", "-m", "fedhet.deployment.worker"]
+                module = "fedhet.deployment.worker"
+                command = [sys.executable, "-P", "-m", module, str(os.getppid())]
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603
             time.sleep(0.01)
     finally:
@@ -128,13 +129,14 @@ def _connect(directory: str) -> socket.socket:
 # --- the worker
 
 
-def serve(load: Callable[[], Callable[[], object]]) -> None:
+def serve(load: Callable[[], Callable[[], object]], owner: int) -> None:
     """Process the messages of the socket in the current directory until no site uses the worker.
 
     Returns immediately if another worker uses the directory.
 
     Args:
         load: Function that imports everything and returns the function that processes a message.
+        owner: Process ID of the SuperExec of the site that starts the worker.
     """
     import fcntl
     import gc
@@ -155,7 +157,7 @@ def serve(load: Callable[[], Callable[[], object]]) -> None:
         # Otherwise, the garbage collector copies the shared objects by writing to them.
         gc.collect()
         gc.freeze()
-        _accept(listener, lock, command)
+        _accept(listener, lock, command, {owner})
         gc.unfreeze()  # Otherwise, libraries report leaks when this process ends.
 
 
@@ -175,7 +177,9 @@ def load_command() -> Callable[[], object]:
     return command
 
 
-def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -> None:
+def _accept(
+    listener: socket.socket, lock: int, command: Callable[[], object], owners: set[int]
+) -> None:
     import multiprocessing
     from multiprocessing.connection import wait
 
@@ -183,7 +187,6 @@ def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -
 
     fork = multiprocessing.get_context("fork")
     running: dict[socket.socket, BaseProcess] = {}
-    owners: set[int] = set()
     active = time.monotonic()
     while running or time.monotonic() < active + IDLE_SECONDS:
         sentinels = {process.sentinel: connection for connection, process in running.items()}
@@ -216,7 +219,7 @@ def _accept(listener: socket.socket, lock: int, command: Callable[[], object]) -
             elif ready in running:  # The program was killed.
                 running.pop(ready).terminate()
                 ready.close()
-        if owners and not any(map(psutil.pid_exists, owners)):
+        if not any(map(psutil.pid_exists, owners)):
             break
 
 
@@ -266,6 +269,6 @@ def _process(
 if __name__ == "__main__":
     if __package__:
         with contextlib.suppress(KeyboardInterrupt):
-            serve(load_command)
+            serve(load_command, int(sys.argv[1]))
     else:  # `programs/flwr-clientapp` executes this file by its path.
         request(sys.argv[1:])
