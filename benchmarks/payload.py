@@ -100,8 +100,10 @@ def watched() -> Iterator[dict[str, float]]:
 def _watch(peaks: dict[str, float], over: threading.Event) -> None:
     """Record the peak memory of Flower's processes that hold the payload."""
     while not over.wait(0.1):
-        for process in psutil.process_iter(["name", "memory_info"]):
+        for process in psutil.process_iter(["name", "cmdline", "memory_info"]):
             name = process.info["name"] or ""
+            if "fedhet.deployment.worker" in (process.info["cmdline"] or ()):
+                name = "flwr-clientapp"
             memory = process.info["memory_info"]
             if name.startswith(("flwr-", "flower-")) and memory is not None:
                 peaks[name] = max(peaks.get(name, 0.0), float(memory.rss))

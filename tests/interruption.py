@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from federation import records, run, without_times
 
 from fedhet.config.resolve import Config, resolve
+from fedhet.deployment.local import members_of
 from fedhet.runs.log import Watcher
 
 
@@ -20,6 +23,23 @@ def until(condition, seconds=600.0):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)  # looking is not free: some conditions search directories
     return found
+
+
+def is_worker(process: psutil.Process | None) -> bool:
+    """Return whether a process is a site's worker, or the process of a message."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process is not None and "fedhet.deployment.worker" in process.cmdline()
+    return False
+
+
+def messages_of(node: psutil.Popen) -> list[psutil.Process]:
+    """Return the processes in which a site processes messages."""
+    messages = []
+    for process in filter(is_worker, members_of(node.pid)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            messages += [process] if is_alive and is_worker(process.parent()) else []
+    return messages
 
 
 class Notices(Watcher):

@@ -26,8 +26,8 @@ from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
 from fedhet.deployment import certs, control
 from fedhet.deployment.control import submit
-from fedhet.deployment.local import LocalDeployment, free_port
 from fedhet.deployment.transport import GRPC, TRANSPORT
+from fedhet.deployment.local import LocalDeployment, free_port, members_of
 from fedhet.inference.client import open_client, open_server, read_inputs
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
@@ -81,7 +81,7 @@ def descendants(deployment):
     found = []
     for process in deployment.processes.values():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [process, *psutil.Process(process.pid).children(recursive=True)]
+            found += [process, *members_of(process.pid)]
     return found
 
 

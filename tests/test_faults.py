@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 from federation import records, run, small, without_times
-from interruption import until
+from interruption import is_worker, messages_of, until
 
 from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config, resolve
 from fedhet.deployment import certs
 from fedhet.deployment.control import submit
-from fedhet.deployment.local import LocalDeployment, site_name
+from fedhet.deployment.local import LocalDeployment, members_of, site_name
 from fedhet.runs.storage import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -91,10 +91,8 @@ def training(deployment: LocalDeployment, index: int) -> psutil.Process:
     def at_work():
         node = deployment.processes[site_name(index)]  # anew: it may be restarted meanwhile
         with contextlib.suppress(psutil.Error, FileNotFoundError):
-            for process in psutil.Process(node.pid).children(recursive=True):
-                alive = process.status() != psutil.STATUS_ZOMBIE
-                began = ledger.stat().st_mtime > process.create_time()
-                if alive and "clientapp" in process.name() and began:
+            for process in messages_of(node):
+                if ledger.stat().st_mtime > process.create_time():
                     return process
         return None
 
@@ -113,7 +111,7 @@ def kill_node(deployment: LocalDeployment, index: int) -> None:
 
 def kill_tree(node: psutil.Popen) -> None:
     """Kill -9 a node and its child processes; it ends like a container whose first process ends."""
-    for process in [*psutil.Process(node.pid).children(recursive=True), node]:
+    for process in [*members_of(node.pid), node]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -126,11 +124,11 @@ def bring_back(deployment: LocalDeployment, index: int) -> None:
     raise AssertionError("it does not come back")
 
 
-def taken_in(deployment: LocalDeployment, index: int) -> bool:
+def taken_in(deployment: LocalDeployment, index: int, **options: object) -> bool:
     """Start a node, and return whether the server accepted it."""
     name = site_name(index)
     said = len(deployment.log_of(name))
-    deployment.start_node(index)
+    deployment.start_node(index, **options)
     node = deployment.processes[name]
     until(lambda: ended(node) or "SuperNode ID" in deployment.log_of(name)[said:])
     if ended(node):
@@ -178,6 +176,37 @@ def test_client_killed_in_training_is_named_and_rejoins(deployment, tmp_path):
     # It trained on from what round 1 left it; round 2 left nothing.
     assert "round-000002.safetensors" not in states(deployment, 1)
     assert "round-000001.safetensors" in states(deployment, 1)
+
+
+def test_killed_worker_changes_no_result(deployment, tmp_path):
+    going = Run(deployment, tmp_path / "run")
+    going.wait_for_round(2)
+    message = training(deployment, 1)
+    killed = message.parent()
+    killed.kill()
+    recorded = going.end()
+    assert not any(map(failed, recorded))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    whole = run(placed(going.config, tmp_path / "whole"), tmp_path / "whole")
+    assert without_times(summary) == without_times(whole)
+    assert "no worker" not in deployment.log_of(site_name(1))
+    (worker,) = filter(is_worker, members_of(deployment.processes[site_name(1)].pid))
+    assert worker.pid != killed.pid
+
+
+def test_runs_in_turn_have_the_permissions_of_their_time(deployment, tmp_path):
+    """A site restarts with stricter permissions, and then with the former permissions."""
+    node_config = "partition-id=1 num-partitions=3 "
+    refused = []
+    for number, permission in enumerate(("", "max-epochs=1", "")):
+        deployment.stop(site_name(1))
+        options = {"node-config": node_config + permission}
+        until(lambda options=options: taken_in(deployment, 1, **options))
+        directory = tmp_path / f"run-{number}"
+        going = Run(deployment, directory, rounds=1, local_epochs=2, min_clients=2)
+        going.end()
+        refused.append(any("max-epochs" in line for line in going.said))
+    assert refused == [False, True, False]
 
 
 def test_site_resumes_after_power_loss(deployment, tmp_path):
@@ -245,7 +274,7 @@ def test_killed_server_resumes_with_identical_metrics(deployment, tmp_path, clie
     going.wait_for_round(2)
     training(deployment, 0)
     server = deployment.processes.pop("server")
-    for process in [server, *psutil.Process(server.pid).children(recursive=True)]:
+    for process in [server, *members_of(server.pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     server.wait()  # until then, its port accepts connections
@@ -323,7 +352,7 @@ def test_suspended_site_continues_after_90_seconds(deployment, tmp_path):
     going.wait_for_round(2)
     training(deployment, 1)
     node = deployment.processes[site_name(1)]
-    asleep = [node, *psutil.Process(node.pid).children(recursive=True)]
+    asleep = [node, *members_of(node.pid)]
     for process in asleep:
         process.suspend()
     time.sleep(90)
@@ -346,7 +375,7 @@ def test_suspended_site_replies_late(deployment, tmp_path):
     for _ in range(2):
         process = training(deployment, 2)
         node = deployment.processes[site_name(2)]
-        asleep = [node, *psutil.Process(node.pid).children(recursive=True)]
+        asleep = [node, *members_of(node.pid)]
         for each in asleep:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.suspend()
@@ -376,8 +405,7 @@ def test_sites_reject_a_million_epochs(deployment, tmp_path):
     at_work = [
         process
         for name in map(site_name, range(3))
-        for process in psutil.Process(deployment.processes[name].pid).children(recursive=True)
-        if "clientapp" in process.name()
+        for process in messages_of(deployment.processes[name])
     ]
     until(lambda: not any(is_alive(process) for process in at_work))
     shutil.rmtree(tmp_path / "r", ignore_errors=True)

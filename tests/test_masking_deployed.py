@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from federation import records, small
-from interruption import until
+from interruption import messages_of, until
 from safetensors.numpy import load_file
 from test_faults import bring_back, kill_node, placed
 
@@ -123,9 +123,9 @@ class Going:
         def has_replied() -> bool:
             for other in set(range(self.nodes)) - {index}:
                 node = self.sites.processes[site_name(other)]
-                for each in node.children(recursive=True):
+                for each in messages_of(node):
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        if "clientapp" in each.name() and each.pid not in suspended:
+                        if each.pid not in suspended:
                             each.suspend()
                             suspended[each.pid] = each
             return self.has_replied(index)

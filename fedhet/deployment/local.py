@@ -238,22 +238,25 @@ def free_port() -> int:
     raise FedhetError(f"no free port found from {PORTS.start} to {PORTS.stop - 1}")
 
 
-def end_trees(roots: Sequence[psutil.Popen]) -> None:
-    """Terminate sessions and all their descendants, and kill processes that do not end.
+def members_of(pid: int) -> list[psutil.Process]:
+    """Return the descendants of a process, and the other processes of the session that it leads.
 
-    Args:
-        roots: First processes of the sessions. A site's worker belongs to the session, but it is no
-            descendant, because it outlives the process that started it.
+    A site's worker is no descendant of the site, because it outlives the program that starts it.
     """
-    trees: list[psutil.Process] = []
-    sessions = {root.pid for root in roots}
+    members: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        members += psutil.Process(pid).children(recursive=True)
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            trees += [process] if os.getsid(process.pid) in sessions else []
+        with contextlib.suppress(ProcessLookupError):
+            members += [process] if os.getsid(process.pid) == pid != process.pid else []
+    return list(dict.fromkeys(members))
+
+
+def end_trees(roots: Sequence[psutil.Popen]) -> None:
+    """Terminate processes and their members, and kill processes that do not end."""
+    trees: list[psutil.Process] = []
     for root in roots:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            trees += psutil.Process(root.pid).children(recursive=True)
-        trees.append(root)
+        trees += [*members_of(root.pid), root]
     for process in trees:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
