@@ -27,7 +27,7 @@ def until(condition, seconds=600.0):
 
 def is_worker(process: psutil.Process | None) -> bool:
     """Return whether a process is a site's worker, or the process of a message."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess):  # A zombie has no command line.
         return process is not None and "fedhet.deployment.worker" in process.cmdline()
     return False
 

@@ -113,7 +113,7 @@ def test_settings_that_need_the_scores_of_each_round_attach_nothing(changes, dep
 def test_run_that_failed_after_an_open_round_resumes_with_the_same_results(
     deployed, tmp_path, monkeypatch
 ):
-    """The failure is in round 3, when round 2 has no evaluation; so round 2 is repeated."""
+    """The failure is in round 3. If no client has replied, round 2 has no evaluation yet."""
     config = small("felo", rounds=4)
     whole = run(config, tmp_path / "whole")
     aggregate = FeloStrategy.aggregate
@@ -137,9 +137,12 @@ def test_run_that_failed_after_an_open_round_resumes_with_the_same_results(
             with pytest.raises(StateError, match="server stopped"):
                 run(config, directory)
         assert len(records(directory)) == 2 - number
+        deployed.clear()
         resumed = run(config.replacing(resume=True), directory)
         assert without_times(resumed) == without_times(whole)
         assert lines(directory) == lines(tmp_path / "whole")
+        assert deployed["fit", False] == (4 if name == "aggregate" else 0)
+        assert deployed["fit", True] == (4 if name == "aggregate" else 8)
 
 
 def test_failed_evaluation_is_recorded_in_its_round(deployed, tmp_path, monkeypatch):

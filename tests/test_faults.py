@@ -20,6 +20,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.deployment import certs
 from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment, members_of, site_name
+from fedhet.runs.progress import read_status
 from fedhet.runs.storage import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -73,8 +74,12 @@ class Run:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def wait_for_round(self, number: int) -> None:
-        """Wait until round `number` has begun."""
-        until(lambda: self.rounds_done() >= number - 1 and (number > 1 or self.said))
+        """Wait until round `number` has begun.
+
+        The record of the round before may be incomplete, because clients evaluate in round `number`.
+        """
+        until(lambda: (self.directory / "status.json").exists())
+        until(lambda: read_status(self.directory).round >= number)
 
 
 def placed(config: Config, directory: Path, resume: bool = False) -> Config:

@@ -259,6 +259,16 @@ def test_interrupted_worker_ends_without_traceback(site):
     assert served.wait(30) == 0
 
 
+def test_worker_does_not_follow_a_symlink(site):
+    target = site.root / "target"
+    target.mkdir(mode=0o755)
+    site.directory.parent.mkdir()
+    site.directory.symlink_to(target)
+    assert "no worker" in site.run("--help").stderr
+    assert list(target.iterdir()) == []
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
 def test_program_without_worker_executes_command_of_flower(site):
     """The directory cannot be created here, so no worker can start."""
     blocked = site.root / "file"

@@ -98,8 +98,13 @@ def request(arguments: list[str]) -> NoReturn:
 
 
 def _connect(directory: str) -> socket.socket:
-    """Connect to the worker, which is started if necessary. Raises OSError if this fails."""
+    """Connect to the worker, which is started if necessary. Raises OSError if this fails.
+
+    In a state directory from another user, a symlink could redirect the files to any directory.
+    """
     os.makedirs(directory, mode=0o700, exist_ok=True)
+    if os.path.islink(directory):
+        raise OSError(f"{directory} is a symlink")
     os.chmod(directory, 0o700)  # Fails if the directory belongs to another user.
     here = os.open(".", os.O_RDONLY)
     # Use a relative path, because the length of a socket's path is limited to about 100 characters.

@@ -109,6 +109,15 @@ def append(path: Path, line: str) -> None:
         raise StateError(f"cannot write {path}: {error_reason(error)}") from None
 
 
+def parse_record(line: str, where: str) -> RoundRecord:
+    """Parse a line of metrics.jsonl.
+
+    Raises ValueError or RecursionError if the line is not valid JSON, and StateError if it is no
+    record. The latter starts with `where`.
+    """
+    return _validated(RoundRecord, parse_json(line), where)
+
+
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     """Read metrics.jsonl. Return its records sorted by round, and notes for the user.
 
@@ -123,13 +132,12 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     notes: list[str] = []
     for number, line in lines:
         try:
-            content = parse_json(line.decode())
+            record = parse_record(line.decode(), f"{path}: line {number}")
         except (ValueError, RecursionError) as error:
             if number != lines[-1][0]:
                 raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
             notes.append("skipped the last line of metrics.jsonl, which is truncated")
             break
-        record = _validated(RoundRecord, content, f"{path}: line {number}")
         records[record.round] = record
     return [records[number] for number in sorted(records)], notes
 

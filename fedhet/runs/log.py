@@ -80,7 +80,7 @@ from fedhet.runs.records import (
     RunSeconds,
     Summary,
 )
-from fedhet.runs.storage import Checkpoint, Checkpoints, ClientStore
+from fedhet.runs.storage import OPEN, Checkpoint, Checkpoints, ClientStore
 from fedhet.settings.run import RunSettings, without_effect
 from fedhet.settings.schema import Scalar
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -218,7 +218,8 @@ class RunLog:
         recorded = [record for number, record in enumerate(records, 1) if record.round == number]
         self.resumed = self.checkpoints.newest(self.notice, len(recorded))
         self.checkpoints.hide_after(self.done)
-        self._history = recorded[: self.done]
+        is_open = self.resumed is not None and OPEN in self.resumed.metadata
+        self._history = recorded[: self.done - is_open]
         write_text(metrics, "".join(map(record_line, self._history)))
         for record in self._history:
             self._seconds.add(record.seconds)

@@ -37,6 +37,8 @@ _ROUND = re.compile(r"round-([0-9]{1,18})\.safetensors")
 _MODEL = re.compile(r"([0-9]{1,18})-([0-9]{1,18})\.safetensors")
 CHECKPOINTS = "checkpoints"
 """Subdirectory of a run's directory that contains the server's checkpoints."""
+OPEN = "open"
+"""Checkpoint metadata key for the record of a round that has not been evaluated yet."""
 KEPT_STATES = 3
 """Number of states to keep per client, so that the server can resume from an earlier round."""
 KEPT_CHECKPOINTS = 2
@@ -180,6 +182,7 @@ class Checkpoints:
     def newest(self, notice: Callable[[str], None], recorded: int) -> Checkpoint | None:
         """Return the last valid checkpoint up to round `recorded`, or None if no checkpoint exists.
 
+        The checkpoint of the next round is also valid if it contains the record of this round.
         Checkpoints that cannot be read, contain NaN or infinity, or belong to another run are
         skipped with a notice. Raises StateError if checkpoints are missing, or if no checkpoint is
         valid.
@@ -187,6 +190,11 @@ class Checkpoints:
         all_rounds = rounds_in(self._folder)
         rounds = [number for number in all_rounds if number <= recorded]
         records = f"{self._run / 'metrics.jsonl'} contains {recorded} complete rounds"
+        with contextlib.suppress(StateError):
+            if recorded + 1 in all_rounds:
+                following = self.read_checkpoint(recorded + 1)
+                if OPEN in following.metadata:
+                    return following
         if not rounds and any(number > 1 for number in all_rounds):
             raise StateError(
                 f"cannot resume the run: {records}, but the last checkpoint is from round "

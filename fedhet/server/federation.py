@@ -10,6 +10,7 @@ evaluates the models.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 import time
@@ -39,6 +40,7 @@ from fedhet.data.store import RunData
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import BASES, shipped_names
 from fedhet.models import evaluate_model
+from fedhet.runs.directory import parse_record, record_line
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import (
     EVALUATES_FIRST,
@@ -48,7 +50,7 @@ from fedhet.runs.measures import (
     mean_metrics,
 )
 from fedhet.runs.records import Headline
-from fedhet.runs.storage import Checkpoint
+from fedhet.runs.storage import OPEN, Checkpoint
 from fedhet.server.calls import (
     LOG,
     NOTHING,
@@ -408,6 +410,19 @@ class MethodStrategy:
 
     def configure_evaluate(self, server_round: int) -> list[tuple[NamedProxy, EvaluateIns]]:
         """Return an instruction for each client that evaluates after the round."""
+        evaluations = self._evaluations(server_round)
+        if not evaluations:
+            self._finish_round()
+            return []
+        if self._attaches_evaluations and self.log.last_round > server_round:
+            self._finish_round(evaluations)
+            return []
+        self.state.clock.start_waiting()
+        members = self.method.members | self._held_out.members
+        return [(self._proxy(members[name]), ins) for name, ins in evaluations.items()]
+
+    def _evaluations(self, server_round: int) -> dict[str, EvaluateIns]:
+        """Return the instructions of the clients that evaluate after the round."""
         method = self.method
         instructions: dict[str, Knowledge] = {}
         if self._is_evaluated(server_round):  # Exclude clients that failed in this round.
@@ -419,24 +434,16 @@ class MethodStrategy:
             if server_round == method.run.rounds:
                 offer = partial(method.eval_instruction, server_round)
                 instructions |= self._held_out.instructions(offer)
-        if not instructions:
-            self._finish_round()
-            return []
         all_members = method.members | self._held_out.members
         held_out = self._held_out.names
         check_instructions(
             method, self.state, server_round, instructions, all_members, training=False
         )
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        evaluations = {
+        return {
             name: EvaluateIns(payload, {"unseen": True} if name in held_out else {})
             for name, payload in payloads.items()
         }
-        if self._attaches_evaluations and self.log.last_round > server_round:
-            self._finish_round(evaluations)
-            return []
-        self.state.clock.start_waiting()
-        return [(self._proxy(all_members[name]), ins) for name, ins in evaluations.items()]
 
     def aggregate_evaluate(self, outcomes: Sequence[CallOutcome]) -> None:
         """Record the clients' evaluations and close the round."""
@@ -510,6 +517,13 @@ class MethodStrategy:
             tensors = self._codec.encoder.load(checkpoint.tensors, checkpoint.metadata)
             check_dtypes(tensors, method.state_dict())
             method.load_state_dict(tensors)
+            if OPEN in checkpoint.metadata:
+                metadata = {name: str(value) for name, value in checkpoint.metadata.items()}
+                record = parse_record(metadata.pop(OPEN), f"record of round {checkpoint.round}")
+                # The record already contains the bytes of these instructions.
+                self.state.record = copy.deepcopy(record)
+                evaluations = self._evaluations(record.round)
+                self._open = OpenRound(record, evaluations, dict(checkpoint.tensors), metadata)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not "
@@ -545,16 +559,20 @@ class MethodStrategy:
         open_round = OpenRound(record, evaluations or {}, tensors, metadata)
         if evaluations:
             self._open = open_round
+            self._write_checkpoint(open_round, {OPEN: record_line(record)})
         else:
             self._close_round(open_round)
 
     def _close_round(self, closed: OpenRound) -> None:
         """Write the record and the checkpoint of a round."""
         self.log.round_finished(closed.record)
-        metadata = {"state": self.state.to_json(), **closed.metadata}
+        self._write_checkpoint(closed, {})
+        self.state.calls.remove_used()
+
+    def _write_checkpoint(self, closed: OpenRound, additional: Mapping[str, str]) -> None:
+        metadata = {**closed.metadata, **additional, "state": self.state.to_json()}
         kept = {self.state.rollback.good, self.log.best_round}
         self.log.checkpoints.write_checkpoint(closed.record.round, closed.tensors, metadata, kept)
-        self.state.calls.remove_used()
 
 
 def check_instructions(
