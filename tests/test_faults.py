@@ -76,7 +76,7 @@ class Run:
     def wait_for_round(self, number: int) -> None:
         """Wait until round `number` has begun.
 
-        The record of the round before may be incomplete, because clients evaluate in round `number`.
+        Clients evaluate the round before in round `number`, so it may have no record yet.
         """
         until(lambda: (self.directory / "status.json").exists())
         until(lambda: read_status(self.directory).round >= number)
@@ -242,9 +242,9 @@ def test_killed_and_restarted_site_does_not_stall_a_round(deployment, tmp_path):
     with restarted_at_once(deployment, 1):
         for _ in range(crashes):
             training(deployment, 1)
-            done = going.rounds_done()
+            number = read_status(going.directory).round
             kill_tree(deployment.processes[site_name(1)])
-            until(lambda done=done: going.rounds_done() > done)  # a crash a round
+            going.wait_for_round(number + 1)  # a crash a round
         recorded = going.end()
     usual = recorded[0]["seconds"]["total"]
     waited = [record["seconds"]["total"] for record in recorded]
@@ -264,7 +264,7 @@ def test_round_with_a_hanging_client_ends_at_the_timeout(deployment, tmp_path):
     going.wait_for_round(2)
     hanging = training(deployment, 2)
     hanging.suspend()
-    until(lambda: going.rounds_done() >= 2)
+    going.wait_for_round(3)
     with contextlib.suppress(psutil.NoSuchProcess):
         hanging.resume()  # and now it answers late
     recorded = going.end()
