@@ -26,8 +26,8 @@ from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
 from fedhet.deployment import certs, control
 from fedhet.deployment.control import submit
-from fedhet.deployment.transport import GRPC, TRANSPORT
 from fedhet.deployment.local import LocalDeployment, free_port, members_of
+from fedhet.deployment.transport import GRPC, TRANSPORT
 from fedhet.inference.client import open_client, open_server, read_inputs
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
