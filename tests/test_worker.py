@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -10,11 +11,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from flwr.supernode import start_client_internal
 
-from fedhet.deployment import worker
+from fedhet.deployment import processes, worker
 
 PROGRAM = Path(worker.__file__).with_name("programs") / worker.COMMAND
 COMMAND = """
@@ -293,6 +296,41 @@ def test_program_starts_worker_with_command_of_flower(site):
     again = site.run("--no-such-option")
     assert again.returncode == 2
     assert served.is_running()
+
+
+def test_node_polls_after_a_tenth_of_the_time_waited(monkeypatch):
+    now, slept = 100.0, []
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        slept.append(round(seconds, 3))
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    poll = processes.polling_sleep()
+    for _ in range(60):
+        poll(3.0)
+    assert slept[:10] == [0.1] * 10
+    assert slept[10:] == sorted(slept[10:])
+    assert slept[-1] == 3.0
+    waited = 0.0
+    for seconds in slept:
+        assert seconds <= max(0.1, 0.1 * waited + 0.001)
+        waited += seconds
+    slept.clear()
+    poll(0.5)  # a message has arrived, and the node waits for the reply
+    poll(3.0)
+    assert slept == [0.1, 0.1]
+    for _ in range(60):
+        poll(0.5)
+    assert slept[-1] == 0.5
+
+
+def test_node_of_flower_polls_with_the_module_that_is_replaced():
+    source = inspect.getsource(start_client_internal)
+    assert "time.sleep(3)" in source
+    assert "time.sleep(0.5)" in source
+    assert start_client_internal.time is time
 
 
 def test_worker_can_be_switched_off(tmp_path):

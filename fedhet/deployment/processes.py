@@ -173,7 +173,8 @@ def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> None:
     from flwr.supernode import start_client_internal
     from flwr.supernode.cli import flower_supernode
 
-    vars(start_client_internal)["time"] = SimpleNamespace(sleep=polling_sleep())
+    own_time = SimpleNamespace(**{**vars(time), "sleep": polling_sleep()})
+    vars(start_client_internal)["time"] = own_time
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
 
