@@ -4,8 +4,10 @@ For each message, Flower's SuperExec starts the program `flwr-clientapp` from PA
 seconds of CPU time, often more than the training. A site therefore puts `programs/flwr-clientapp`
 first on PATH. This program sends its arguments, environment, and file descriptors to the worker
 through a socket in the site's state directory, and exits with the status of the message's process.
-The worker forks for each message, so nothing remains of a message but its files. The program starts
-the worker if none is running. Without a worker, the program executes Flower's own command.
+The worker forks for each message, so nothing remains of a message but its files. A worker that
+processed all messages of a run itself would save another 0.2 s of CPU time per message, but would
+have to keep runs, their permissions, and their memory apart. The program starts the worker if none
+is running. Without a worker, the program executes Flower's own command.
 """
 
 # `programs/flwr-clientapp` executes this file without site-packages, and once per message. For this
