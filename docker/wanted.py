@@ -1,12 +1,17 @@
-"""Print the package requirements (`image`) or build requirements (`build`) in pyproject.toml."""
+"""Print the requirements of the image (`image`) or of the build (`build`) in pyproject.toml.
+
+The image contains the extra `privacy`, because its file system is read-only.
+"""
 
 import sys
 import tomllib
 from pathlib import Path
 
-TABLES = {"image": ("project", "dependencies"), "build": ("build-system", "requires")}
-
 content = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+project = content["project"]
+requirements = {
+    "image": [*project["dependencies"], *project["optional-dependencies"]["privacy"]],
+    "build": content["build-system"]["requires"],
+}
 for name in sys.argv[1:]:
-    table, key = TABLES[name]
-    print(*content[table][key], sep="\n")  # noqa: T201
+    print(*requirements[name], sep="\n")  # noqa: T201

@@ -21,6 +21,10 @@ from fedhet.deployment.local import free_port
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+IMAGE_PACKAGES = [
+    *PROJECT["project"]["dependencies"],
+    *PROJECT["project"]["optional-dependencies"]["privacy"],  # the file system is read-only
+]
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 FILES = ("compose.yaml", "keys.yaml")
 
@@ -56,7 +60,7 @@ def test_containers_have_minimal_privileges(name):
     assert service["read_only"] is True
     assert service["pids_limit"] <= 512
     assert "mem_limit" in service
-    assert (service.get("user") is None) == (name != "keys"), "only keys are made as root"
+    assert (service.get("user") is None) == (name not in ("keys", "peers")), "keys need root"
 
 
 def test_only_network_is_internal():
@@ -67,6 +71,7 @@ def test_only_network_is_internal():
     }
     assert places == {
         "keys": "none",
+        "peers": "none",
         "register": "service:server",
         "federation": "service:server",
         **{name: ["federation"] for name in ("server", "site-0", "site-1", "site-2")},
@@ -117,6 +122,25 @@ def test_gpu_file_changes_only_devices():
     assert all(set(service) == {"deploy"} for service in services.values())
 
 
+def test_secure_file_gives_each_site_only_its_own_key():
+    secure = read("compose.secure.yaml")
+    assert secure["services"].keys() == {f"site-{k}" for k in range(3)}
+    for k in range(3):
+        site = secure["services"][f"site-{k}"]
+        assert set(site) == {"secrets", "environment"}
+        targets = {
+            secret if isinstance(secret, str) else secret["target"]: secret
+            for secret in site["secrets"]
+        }
+        assert targets["peer.key"]["source"] == f"peer-{k}"
+        assert secure["secrets"][f"peer-{k}"]["file"].endswith(f"/client-{k}.peer.key")
+        config = site["environment"]["NODE_CONFIG"]
+        assert re.findall(r'"/run/secrets/(.*?)"', config) == list(targets)
+        # Without this file, the variable is empty.
+        assert SERVICES[f"site-{k}"]["environment"]["NODE_CONFIG"] == ""
+        assert "$$NODE_CONFIG" in SERVICES[f"site-{k}"]["command"][-1]
+
+
 # --- the image ---------------------------------------------------------------------------------
 
 
@@ -160,7 +184,7 @@ def test_every_package_and_pip_have_hashes(name):
 
 @pytest.mark.parametrize("name", PINS)
 @pytest.mark.parametrize(
-    "wanted", PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
+    "wanted", IMAGE_PACKAGES + PROJECT["build-system"]["requires"]
 )
 def test_pins_satisfy_pyproject(wanted, name):
     requirement = Requirement(wanted)
@@ -176,9 +200,8 @@ def test_wanted_prints_the_requirements():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.split("\n")[:-1]
 
-    dependencies, build = PROJECT["project"]["dependencies"], PROJECT["build-system"]["requires"]
-    assert of("image") == dependencies
-    assert of("image", "build") == dependencies + build
+    assert of("image") == IMAGE_PACKAGES
+    assert of("image", "build") == IMAGE_PACKAGES + PROJECT["build-system"]["requires"]
 
 
 def test_every_package_is_installed_with_its_constraints():
@@ -242,13 +265,44 @@ def test_submission_needs_a_new_name_or_resume(tmp_path, name, words, finished, 
     assert says == {word for word in ("FEDHET_NAME", "resume=true") if word in done.stderr}
 
 
-def test_server_logs_only_failed_requests(tmp_path):
-    certs.make(tmp_path, [], [], 30)
-    # uvicorn's own configuration, as Flower gives it, comes after the filter.
-    script = """
-import logging, logging.config, sys
+def run_server_as(server, folder):
+    """Run `fedhet server` in a process where `server` is Flower's SuperLink; return its output."""
+    certs.make(folder, [], [], 30)
+    script = f"""
+import sys
 from pathlib import Path
 import flwr.superlink.cli as cli
+{server}
+cli.flower_superlink = server
+from fedhet.deployment.processes import run_server
+keys, sites, control = sys.argv[1:]
+run_server(Path(keys), sites, control, Path("superlink.db"), [])
+"""
+    words = [folder, *(f"127.0.0.1:{free_port()}" for _ in range(2))]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_transactions_of_server_wait_a_minute_for_locks(tmp_path):
+    """After Flower's five seconds, `database is locked` would end Flower's SuperExec."""
+    server = """
+def server():
+    from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+    store = SqlObjectStore(sys.argv[sys.argv.index("--database") + 1])
+    store.initialize()
+    for _ in range(2):
+        print(store.query("PRAGMA busy_timeout"))
+"""
+    assert re.findall(r"'timeout': (\d+)", run_server_as(server, tmp_path)) == ["60000", "60000"]
+
+
+def test_server_logs_only_failed_requests(tmp_path):
+    # uvicorn's own configuration, as Flower gives it, comes after the filter.
+    server = """
+import logging, logging.config
 from flwr.supercore.http_logging import get_uvicorn_log_config
 
 def server():
@@ -257,16 +311,7 @@ def server():
     for path, status in (("/good", 200), ("/refused", 401), ("/failed", 500)):
         log.info('%s - "%s %s HTTP/%s" %d', "1.2.3.4:5", "GET", path, "1.1", status)
     logging.getLogger("uvicorn.error").info("Uvicorn running")
-
-cli.flower_superlink = server
-from fedhet.deployment.processes import run_server
-keys, sites, control = sys.argv[1:]
-run_server(Path(keys), sites, control, Path("superlink.db"), [])
 """
-    words = [tmp_path, *(f"127.0.0.1:{free_port()}" for _ in range(2))]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    said = re.findall(r"/good|/refused|/failed|Uvicorn running", done.stdout + done.stderr)
+    output = run_server_as(server, tmp_path)
+    said = re.findall(r"/good|/refused|/failed|Uvicorn running", output)
     assert said == ["/refused", "/failed", "Uvicorn running"]

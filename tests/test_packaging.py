@@ -4,12 +4,14 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import psutil
 import pytest
 import tomli_w
 from flwr.cli.build import build_fab_from_disk
+from packaging.version import Version
 
 from fedhet.deployment.control import program
 from fedhet.deployment.local import end_trees, free_port
@@ -165,3 +168,14 @@ def test_flwr_run_of_the_unpacked_bundle_completes_with_its_table_and_page(bundl
     page = (out / "report.html").read_text()
     assert "<!-- of the bundle -->" in page
     assert "<svg" in page
+
+
+def test_classifiers_name_the_tested_versions_of_python():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: "
+    classified = [each.removeprefix(prefix) for each in project["classifiers"] if prefix in each]
+    (row,) = re.findall(
+        r"^\| Linux, x86-64 \| (.*) \|$", (ROOT / "docs/start.md").read_text(), re.M
+    )
+    assert row == ", ".join(classified)
+    assert classified[0] == Version(project["requires-python"].removeprefix(">=")).base_version

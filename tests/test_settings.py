@@ -1,5 +1,6 @@
 """Settings from all sources: equal values give equal runs, and errors are one line."""
 
+import inspect
 import math
 import re
 from typing import Literal
@@ -160,9 +161,7 @@ def test_setting_is_declared_in_one_place():
     for schema in schemas(Schema):
         bases = [base for base in schema.__mro__ if issubclass(base, Schema)]
         for name in schema.model_fields:
-            owners = [
-                base.__name__ for base in bases if name in vars(base).get("__annotations__", {})
-            ]
+            owners = [base.__name__ for base in bases if name in inspect.get_annotations(base)]
             above = next((b for b in bases[1:] if name in b.model_fields), schema)
             one, other = schema.model_fields[name], above.model_fields[name]
             alike = (allowed_values(one), one.description) == (

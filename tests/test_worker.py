@@ -60,8 +60,14 @@ SERVE = textwrap.dedent(COMMAND) + textwrap.dedent("""
     from fedhet.deployment import worker
     worker.OWNER_SECONDS = 0.1
     worker.IDLE_SECONDS = float(sys.argv[1])
+
+    def load():
+        while os.path.exists("importing"):
+            time.sleep(0.02)
+        return command
+
     with contextlib.suppress(KeyboardInterrupt):
-        worker.serve(lambda: command, int(sys.argv[2]))
+        worker.serve(load, int(sys.argv[2]))
 """)
 
 
@@ -81,9 +87,11 @@ class Site:
         self.output, self.errors = root / "output", root / "errors"
         self.environment = worker.with_worker({**os.environ, "PERMISSION": "none"}, root / "state")
 
-    def serve(self, idle: float = 60.0, owner: int = 0) -> psutil.Popen:
+    def serve(self, idle: float = 60.0, owner: int = 0, *, importing: bool = False) -> psutil.Popen:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "socket").unlink(missing_ok=True)
+        if importing:
+            (self.directory / "importing").touch()
         command = [sys.executable, "-c", SERVE, str(idle), str(owner or os.getpid())]
         environment = {**os.environ, "SERVED": "yes"}
         process = psutil.Popen(command, cwd=self.directory, env=environment)
@@ -253,6 +261,36 @@ def test_worker_ends_with_all_sites_that_use_it(site):
 
 def test_unused_worker_ends(site):
     assert site.serve(idle=0.2).wait(30) == 0
+
+
+NODE = """
+import os, time
+import flwr.supernode.cli as cli
+from fedhet.deployment.processes import run_node
+
+def node():
+    open(os.environ["MARK"], "w").close()
+    time.sleep(60)
+
+cli.flower_supernode = node
+run_node([], print)
+"""
+
+
+def test_node_connects_after_the_imports_of_its_worker(site):
+    """Flower would give up on a message that waits 30 s for the imports."""
+    site.serve(importing=True)
+    mark = site.root / "mark"
+    node = psutil.Popen(
+        [sys.executable, "-c", NODE],
+        env={**os.environ, "FEDHET_STATE_DIR": str(site.directory.parent), "MARK": str(mark)},
+    )
+    site.processes.append(node)
+    wait_for(lambda: mark.exists() or node.net_connections("unix"))
+    assert not mark.exists()
+    (site.directory / "importing").unlink()
+    wait_for(mark.exists)
+    assert json.loads(site.run("show").stdout)["count"] == 1, "the node's request is no message"
 
 
 def test_interrupted_worker_ends_without_traceback(site):

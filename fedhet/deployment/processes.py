@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.deployment import certs
 from fedhet.deployment.control import FORWARDED
 from fedhet.deployment.transport import Address, check_transport, open_to_sites, transport_of
-from fedhet.deployment.worker import with_worker
+from fedhet.deployment.worker import prepare, with_worker
 from fedhet.settings.addresses import split_host_port
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ UNPROTECTED = (
     "server: it runs any code from the server, and this code can read the site's data and bypass "
     "all node settings"
 )
+LOCK_SECONDS = 60
+"""Time for which a transaction of the server's database waits for another, in seconds."""
 MIN_POLL_SECONDS = 0.1
 """Minimum time between two polls of a node, in seconds."""
 
@@ -117,6 +120,7 @@ def run_server(
     from flwr.superlink.servicer.control import control_handlers
 
     _prepare_environment()
+    wait_for_locks()
     control_handlers.start_run = forwarding(control_handlers.start_run)
     logging.getLogger("uvicorn.access").addFilter(_has_failed)
     words = [str(word) for option in own.items() for word in option]
@@ -138,6 +142,23 @@ def _prepare_environment() -> None:
     # These variables open further ports, without authentication.
     for name in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):
         os.environ.pop(name, None)
+
+
+def wait_for_locks() -> None:
+    """Let transactions of the server's database wait up to LOCK_SECONDS for other transactions.
+
+    Flower waits five seconds, which is too short on a busy machine. Its error `database is locked`
+    loses a site's reply or ends Flower's SuperExec, without which no further run can start.
+    """
+    from sqlalchemy import event
+    from sqlalchemy.pool import Pool
+
+    # Flower sets its own limit when it opens a connection.
+    event.listen(Pool, "checkout", _set_lock_seconds)
+
+
+def _set_lock_seconds(connection: sqlite3.Connection, *_: object) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {LOCK_SECONDS * 1000}").close()
 
 
 def _has_failed(record: logging.LogRecord) -> bool:
@@ -170,6 +191,7 @@ def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> None:
             check_transport(given.superlink, transport_of(_address("--superlink", given.superlink)))
     _prepare_environment()
     os.environ.update(with_worker(os.environ, state_directory()))
+    prepare(os.environ)
     from flwr.supernode import start_client_internal
     from flwr.supernode.cli import flower_supernode
 

@@ -69,6 +69,22 @@ def with_worker(environment: Mapping[str, str], state: Path) -> dict[str, str]:
     }
 
 
+def prepare(environment: Mapping[str, str]) -> None:
+    """Start the worker of a site, unless it is disabled, and wait until its imports are complete.
+
+    Flower gives up on a message that no process has accepted within 30 s. On a busy machine, the
+    imports may take longer, so a site must not receive a message before they are complete.
+
+    Args:
+        environment: Environment variables of the site's service, from `with_worker`.
+    """
+    owner = os.getpid()
+    if directory := environment.get(DIRECTORY_VARIABLE):
+        with contextlib.suppress(OSError), _connect(directory, owner) as connection:
+            _send(connection, {"owner": owner})
+            connection.recv(1)
+
+
 # --- the program that Flower starts
 
 
@@ -77,18 +93,17 @@ def request(arguments: list[str]) -> NoReturn:
 
     Executes Flower's own command if there is no worker.
     """
+    owner = os.getppid()
     message = {
         "arguments": arguments,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
-        "owner": os.getppid(),
+        "owner": owner,
     }
-    body = json.dumps(message).encode()
     is_processed, status = False, b""
-    with contextlib.suppress(OSError), _connect(os.environ[DIRECTORY_VARIABLE]) as connection:
-        connection.settimeout(START_SECONDS)
-        socket.send_fds(connection, [len(body).to_bytes(4)], [0, 1, 2])
-        connection.sendall(body)
+    directory = os.environ[DIRECTORY_VARIABLE]
+    with contextlib.suppress(OSError), _connect(directory, owner) as connection:
+        _send(connection, message)
         is_processed = bool(connection.recv(1))
         connection.settimeout(None)
         status = connection.recv(1)
@@ -99,7 +114,14 @@ def request(arguments: list[str]) -> NoReturn:
     os.execv(command, [COMMAND, *arguments])  # noqa: S606
 
 
-def _connect(directory: str) -> socket.socket:
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    connection.settimeout(START_SECONDS)
+    socket.send_fds(connection, [len(body).to_bytes(4)], [0, 1, 2])
+    connection.sendall(body)
+
+
+def _connect(directory: str, owner: int) -> socket.socket:
     """Connect to the worker, which is started if necessary. Raises OSError if this fails.
 
     In a state directory from another user, a symlink could redirect the files to any directory.
@@ -125,7 +147,7 @@ def _connect(directory: str) -> socket.socket:
                     raise
             if process is None:
                 module = "fedhet.deployment.worker"
-                command = [sys.executable, "-P", "-m", module, str(os.getppid())]
+                command = [sys.executable, "-P", "-m", module, str(owner)]
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603
             time.sleep(0.01)
     finally:
@@ -143,7 +165,7 @@ def serve(load: Callable[[], Callable[[], object]], owner: int) -> None:
 
     Args:
         load: Function that imports everything and returns the function that processes a message.
-        owner: Process ID of the SuperExec of the site that starts the worker.
+        owner: Process ID of the site's service that starts the worker, or of its SuperExec.
     """
     import fcntl
     import gc
@@ -207,14 +229,17 @@ def _accept(
                     connection.close()
                     continue
                 owners.add(message["owner"])
-                sockets = [listener, connection, *running]
-                running[connection] = fork.Process(
-                    target=_process, args=(command, message, descriptors, sockets, lock)
-                )
-                running[connection].start()
+                if "arguments" in message:
+                    sockets = [listener, connection, *running]
+                    running[connection] = fork.Process(
+                        target=_process, args=(command, message, descriptors, sockets, lock)
+                    )
+                    running[connection].start()
+                    _reply(connection, 0)
+                else:  # The site was waiting for the imports.
+                    connection.close()
                 for descriptor in descriptors:
                     os.close(descriptor)
-                _reply(connection, 0)
             elif ready in sentinels:
                 connection = sentinels[ready]
                 process = running.pop(connection)
