@@ -183,9 +183,7 @@ def test_every_package_and_pip_have_hashes(name):
 
 
 @pytest.mark.parametrize("name", PINS)
-@pytest.mark.parametrize(
-    "wanted", IMAGE_PACKAGES + PROJECT["build-system"]["requires"]
-)
+@pytest.mark.parametrize("wanted", IMAGE_PACKAGES + PROJECT["build-system"]["requires"])
 def test_pins_satisfy_pyproject(wanted, name):
     requirement = Requirement(wanted)
     pin = pins(name).get(canonicalize_name(requirement.name))
