@@ -265,9 +265,10 @@ def test_server_refuses_a_key_of_another_certificate(tmp_path):
 def test_server_does_not_start_without_its_barrier(monkeypatch):
     monkeypatch.setattr(transport, "TRANSPORT", HTTP)
     address = ("127.0.0.1", free_port())
-    monkeypatch.setattr(transport, "FLOWER", Version("1.43.0"))
-    with pytest.raises(FedhetError, match=r"1\.43.*unsupported"):
-        transport.open_to_sites(address)
+    for version in ("1.43.0", "1.43.0.dev20261130", "2.0"):
+        monkeypatch.setattr(transport, "FLOWER", Version(version))
+        with pytest.raises(FedhetError, match=rf"Flower {Version(version)}: unsupported"):
+            transport.open_to_sites(address)
     monkeypatch.setattr(transport, "FLOWER", Version("1.42.0"))
     with monkeypatch.context() as patch:
         patch.delattr(FLOWER, "uvicorn")

@@ -1,1 +1,1 @@
-"""Deployments over gRPC: keys and certificates, access to a server, and local deployments."""
+"""Deployments: keys and certificates, access to a server, and local deployments."""

@@ -1,7 +1,7 @@
 """Deployment on this machine, with Flower's SuperLink and SuperNodes as processes.
 
-A local deployment works like a deployment on separate machines (docs/deploy.md), with gRPC over
-TLS, authenticated nodes, and a separate state directory per node, but uses temporary keys.
+A local deployment works like a deployment on separate machines (docs/deploy.md), with TLS,
+authenticated nodes, and a separate state directory per node, but uses temporary keys.
 """
 
 from __future__ import annotations

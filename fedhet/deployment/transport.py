@@ -34,7 +34,7 @@ GRPC, HTTP = "gRPC", "HTTP"
 REQUIREMENTS = {GRPC: "flwr[simulation]>=1.39,<1.40", HTTP: "flwr[simulation]>=1.40,<1.43"}
 """Versions of Flower that use each transport."""
 FLOWER = Version(metadata.version("flwr"))
-TRANSPORT = GRPC if Version("1.40") > FLOWER else HTTP
+TRANSPORT = GRPC if FLOWER.release < (1, 40) else HTTP
 """Transport of the installed version of Flower."""
 PROBE_SECONDS = 5.0
 """Time limit for a reply of the server's port for sites, in seconds."""
@@ -83,7 +83,7 @@ def open_to_sites(sites: Address) -> list[str]:
         return ["--fleet-api-address", join_host_port(*sites)]
     flower = importlib.import_module("flwr.superlink.cli.flower_superlink")
     uvicorn = getattr(flower, "uvicorn", None)
-    if Version("1.43") <= FLOWER or uvicorn is None:
+    if FLOWER.release >= (1, 43) or uvicorn is None:
         raise FedhetError(
             f"Flower {FLOWER}: unsupported, because sites might reach the control API. Install "
             f"`{REQUIREMENTS[HTTP]}` with pip."
