@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flwr.supercore.constant import SUPERNODE_UVICORN_DEFAULT_PORT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -114,6 +115,21 @@ def test_private_keys_are_mounted_only_by_their_owner():
     assert {key: holders[key] for key in keys} == {key: {name} for key, name in keys.items()}
     paths = {secret["file"] for secret in read("compose.yaml")["secrets"].values()}
     assert not any(path.endswith("ca.key") for path in paths)
+
+
+def test_health_checks_ask_the_process_itself():
+    """A site listens at Flower's default port, the server at the control API's."""
+    checks = {
+        n: each["healthcheck"]["test"] for n, each in SERVICES.items() if "healthcheck" in each
+    }
+    command = ["CMD", "python", "/opt/fedhet/healthy.py"]
+    site = [*command, f"http://127.0.0.1:{SUPERNODE_UVICORN_DEFAULT_PORT}"]
+    assert checks == {
+        "server": [*command, "https://127.0.0.1:8000", "/run/secrets/ca.crt"],
+        **{f"site-{k}": site for k in range(3)},
+    }
+    assert "ca.crt" in SERVICES["server"]["secrets"]
+    assert not any("--port" in SERVICES[f"site-{k}"]["command"][-1] for k in range(3))
 
 
 def test_gpu_file_changes_only_devices():
