@@ -26,6 +26,10 @@ def test_commands_of_the_tutorial_lead_to_a_report_and_predictions(tmp_path):
     (python,) = blocks("python")
     (tmp_path / "make_sites.py").write_text(python)
     script = "\n".join(block for block in blocks("bash") if "deploy-local" not in block)
+    server = "fedhet server keys"
+    assert server in script
+    defaults = f"{server} --address 127.0.0.1:9092 --control 127.0.0.1:8000"
+    script = script.replace(server, defaults)
     ports = {port: str(free_port()) for port in ("8000", "9092", "9094", "9095", "9096")}
     script = re.sub("|".join(ports), lambda found: ports[found[0]], script)
     shell = subprocess.Popen(
