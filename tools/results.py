@@ -91,7 +91,11 @@ def _section(result: TableResult) -> str:
     table = read_table(result.table)
     part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
     hardware = USUAL_HARDWARE.get(result.hardware, result.hardware)
-    about = " ".join(filter(None, (f"{part}.", result.about(table), hardware, f"{result.made}.")))
+    listed = {name: value for name, value in result.settings.items() if name not in UNLISTED}
+    changed = ", ".join(f"{name} = {value}" for name, value in listed.items())
+    changes = f"Settings changed by the command: {changed}." if changed else ""
+    words = (f"{part}.", result.about(table), changes, hardware, f"{result.made}.")
+    about = " ".join(filter(None, words))
     claims = []
     for claim in claims_in([result]):
         # Count the comparisons that hold, are within noise, and fail, as in "2/1/0".
@@ -100,7 +104,6 @@ def _section(result: TableResult) -> str:
             tally += f", {missing} not measured"
         claims.append(f"- {escape_markdown(claim.says)}: {claim.on_data('**')} ({tally}).")
     digits = 1 if table.unit == "percent" else 2
-    listed = {name: value for name, value in result.settings.items() if name not in UNLISTED}
     is_default = result.seeds == USUAL_SEEDS and not listed
     command = result.model_copy(update={"settings": listed}).command
     shown = markdown(cells(result, table, digits, brief=True))
