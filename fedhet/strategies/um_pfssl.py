@@ -194,8 +194,8 @@ class UmPfsslStrategy(HetStrategy):
         fill = [*new[len(candidates) :], *sent][: max(free, 0)]
         refresh = []
         if self._updates_due(round) > self.refreshes.get(name, 0):
-            # Send newer versions of the helpers, except the last helper (Algorithm 2), i.e. the
-            # helper with the lowest rank at the end of the client's last round (Section IV-B).
+            # Send newer versions of the helpers, except the R lowest-ranked helpers (Algorithm 2).
+            # The ranks are from the end of the client's last round (Section IV-B).
             refresh = [
                 (h.number, self.versions[h.number])
                 for h in refreshable(helpers, own, settings.replace)
