@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +363,12 @@ def test_node_polls_after_a_tenth_of_the_time_waited(monkeypatch):
     for _ in range(60):
         poll(0.5)
     assert slept[-1] == 0.5
+
+
+def test_services_find_the_programs_of_flower_without_path(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin"})
+    processes._prepare_environment()
+    assert shutil.which("flower-superexec", path=os.environ["PATH"])
 
 
 def test_node_of_flower_polls_with_the_module_that_is_replaced():

@@ -137,6 +137,9 @@ def _address(option: str, text: str) -> Address:
 
 def _prepare_environment() -> None:
     """Set the environment of the server's and the nodes' processes."""
+    # Flower starts its other programs by name, also if this process was started by its path.
+    programs = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
     # Flower would start the process of a message after up to a second.
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     # These variables open further ports, without authentication.
