@@ -353,7 +353,8 @@ def is_alive(process):
 
 def test_suspended_site_continues_after_90_seconds(deployment, tmp_path):
     """All of its processes are suspended like on a sleeping machine, and then continue."""
-    going = Run(deployment, tmp_path / "run", rounds=4)
+    rounds = 12  # so that the run lasts until the site's session has expired
+    going = Run(deployment, tmp_path / "run", rounds=rounds)
     going.wait_for_round(2)
     training(deployment, 1)
     node = deployment.processes[site_name(1)]
@@ -365,7 +366,7 @@ def test_suspended_site_continues_after_90_seconds(deployment, tmp_path):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
     recorded = going.end()
-    assert len(recorded) == 4
+    assert len(recorded) == rounds
     assert all({"client-0", "client-2"} <= set(record["answered"]) for record in recorded)
     assert all(failed(record) <= {"client-1"} for record in recorded)
     assert "client-1" in recorded[-1]["answered"]

@@ -60,7 +60,6 @@ COMMAND = """
 SERVE = textwrap.dedent(COMMAND) + textwrap.dedent("""
     from fedhet.deployment import worker
     worker.OWNER_SECONDS = 0.1
-    worker.IDLE_SECONDS = float(sys.argv[1])
 
     def load():
         while os.path.exists("importing"):
@@ -68,7 +67,7 @@ SERVE = textwrap.dedent(COMMAND) + textwrap.dedent("""
         return command
 
     with contextlib.suppress(KeyboardInterrupt):
-        worker.serve(load, int(sys.argv[2]))
+        worker.serve(load, int(sys.argv[1]))
 """)
 
 
@@ -93,7 +92,7 @@ class Site:
         (self.directory / "socket").unlink(missing_ok=True)
         if importing:
             (self.directory / "importing").touch()
-        command = [sys.executable, "-c", SERVE, str(idle), str(owner or os.getpid())]
+        command = [sys.executable, "-c", SERVE, str(owner or os.getpid())]
         environment = {**os.environ, "SERVED": "yes"}
         process = psutil.Popen(command, cwd=self.directory, env=environment)
         self.processes.append(process)
@@ -236,7 +235,7 @@ def test_two_messages_at_the_same_time_have_separate_processes(site):
 
 def test_second_worker_of_a_directory_ends(site):
     served = site.serve()
-    second = psutil.Popen([sys.executable, "-c", SERVE, "60", "1"], cwd=site.directory)
+    second = psutil.Popen([sys.executable, "-c", SERVE, "1"], cwd=site.directory)
     assert second.wait(30) == 0
     assert served.is_running()
     assert site.run("exit=5").returncode == 5
@@ -260,44 +259,27 @@ def test_worker_ends_with_all_sites_that_use_it(site):
     assert served.wait(30) == 0
 
 
-def test_unused_worker_ends(site):
-    assert site.serve(idle=0.2).wait(30) == 0
-
-
-NODE = """
-import os, time
-import flwr.supernode.cli as cli
-from fedhet.deployment.processes import run_node
-
-def node():
-    open(os.environ["MARK"], "w").close()
-    time.sleep(60)
-
-cli.flower_supernode = node
-run_node([], print)
-"""
-
-
-def test_node_connects_after_the_imports_of_its_worker(site):
-    """Flower would give up on a message that waits 30 s for the imports."""
-    site.serve(importing=True)
-    mark = site.root / "mark"
-    node = psutil.Popen(
-        [sys.executable, "-c", NODE],
-        env={**os.environ, "FEDHET_STATE_DIR": str(site.directory.parent), "MARK": str(mark)},
-    )
-    site.processes.append(node)
-    wait_for(lambda: mark.exists() or node.net_connections("unix"))
-    assert not mark.exists()
-    (site.directory / "importing").unlink()
-    wait_for(mark.exists)
-    assert json.loads(site.run("show").stdout)["count"] == 1, "the node's request is no message"
-
-
-def test_interrupted_worker_ends_without_traceback(site):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_worker_leaves_no_socket(site, number, capfd):
     served = site.serve()
     site.run("exit=0")
-    served.send_signal(signal.SIGINT)
+    served.send_signal(number)
+    assert served.wait(30) == 0
+    assert {path.name for path in site.directory.iterdir()} == {"lock"}
+    assert capfd.readouterr().err == ""
+
+
+def test_stopped_worker_lets_its_message_end(site):
+    served, mark = site.serve(), site.root / "mark"
+    program = site.start(f"wait={mark}")
+    wait_for(lambda: mark.exists() and mark.read_text())
+    served.terminate()
+    wait_for(lambda: not (site.directory / "socket").exists())
+    site.serve()
+    assert site.run("exit=5").returncode == 5
+    Path(f"{mark}.finish").touch()
+    wait_for(Path(f"{mark}.finished").exists)
+    assert program.wait(30) == worker.FAILED
     assert served.wait(30) == 0
 
 

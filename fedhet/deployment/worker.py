@@ -40,8 +40,6 @@ PRELOADED = ("fedhet.client_runtime.app", "torchvision")
 """Modules that the worker imports, in addition to Flower's command."""
 START_SECONDS = 120.0
 """Time limit for the imports of a worker, in seconds."""
-IDLE_SECONDS = 900.0
-"""Time without messages after which a worker ends, in seconds."""
 OWNER_SECONDS = 1.0
 """Seconds between two checks that a site that uses the worker is running."""
 RECEIVE_SECONDS = 10.0
@@ -169,25 +167,31 @@ def serve(load: Callable[[], Callable[[], object]], owner: int) -> None:
     """
     import fcntl
     import gc
+    import signal
 
     lock = os.open("lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with contextlib.suppress(FileNotFoundError):
         os.unlink("socket")
-    with socket.socket(socket.AF_UNIX) as listener:
-        before = os.umask(0o177)
-        listener.bind("socket")
-        os.umask(before)
-        listener.listen()  # Messages wait while this process imports.
-        command = load()
-        # Otherwise, the garbage collector copies the shared objects by writing to them.
-        gc.collect()
-        gc.freeze()
-        _accept(listener, lock, command, {owner})
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            before = os.umask(0o177)
+            listener.bind("socket")
+            os.umask(before)
+            listener.listen()  # Messages wait while this process imports.
+            command = load()
+            # Otherwise, the garbage collector copies the shared objects by writing to them.
+            gc.collect()
+            gc.freeze()
+            _accept(listener, lock, command, {owner})
+    finally:
         gc.unfreeze()  # Otherwise, libraries report leaks when this process ends.
+        os.unlink("socket")  # Programs that copy directories may fail on a socket.
+        os.close(lock)
 
 
 def load_command() -> Callable[[], object]:
@@ -216,11 +220,9 @@ def _accept(
 
     fork = multiprocessing.get_context("fork")
     running: dict[socket.socket, BaseProcess] = {}
-    active = time.monotonic()
-    while running or time.monotonic() < active + IDLE_SECONDS:
+    while any(map(psutil.pid_exists, owners)):
         sentinels = {process.sentinel: connection for connection, process in running.items()}
         for ready in wait([listener, *running, *sentinels], OWNER_SECONDS):
-            active = time.monotonic()
             if ready is listener:
                 connection, _ = listener.accept()
                 try:
@@ -251,8 +253,6 @@ def _accept(
             elif ready in running:  # The program was killed.
                 running.pop(ready).terminate()
                 ready.close()
-        if not any(map(psutil.pid_exists, owners)):
-            break
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -285,6 +285,9 @@ def _process(
     lock: int,
 ) -> None:
     """Process a message in a forked process, as Flower's own command does."""
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for each in sockets:
         each.close()
     os.close(lock)
@@ -301,6 +304,6 @@ def _process(
 if __name__ == "__main__":
     if __package__:
         with contextlib.suppress(KeyboardInterrupt):
-            serve(load_command, int(sys.argv[1]))
+            serve(load_command, owner=int(sys.argv[1]))
     else:  # `programs/flwr-clientapp` executes this file by its path.
         request(sys.argv[1:])
