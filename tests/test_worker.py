@@ -87,7 +87,7 @@ class Site:
         self.output, self.errors = root / "output", root / "errors"
         self.environment = worker.with_worker({**os.environ, "PERMISSION": "none"}, root / "state")
 
-    def serve(self, idle: float = 60.0, owner: int = 0, *, importing: bool = False) -> psutil.Popen:
+    def serve(self, owner: int = 0, *, importing: bool = False) -> psutil.Popen:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "socket").unlink(missing_ok=True)
         if importing:
