@@ -347,6 +347,34 @@ def test_node_polls_after_a_tenth_of_the_time_waited(monkeypatch):
     assert slept[-1] == 0.5
 
 
+def test_pulls_are_repeated_soon():
+    """An object is available at the fourth attempt; Flower would wait for 1, 2, and 4 seconds."""
+    program = """
+        import threading
+        from flwr.supercore.inflatable import inflatable_utils
+        from fedhet.server import nodes
+
+        waited, attempts = [], []
+        threading.Event.wait = lambda self, seconds=None: waited.append(seconds)
+
+        def pull(name):
+            attempts.append(name)
+            if len(attempts) < 4:
+                raise inflatable_utils.ObjectUnavailableError(name)
+            return b"content"
+
+        nodes.retry_pulls_soon()
+        print(inflatable_utils.pull_objects(["a"], pull)["a"].decode())
+        print(*[each for each in waited if each is not None and each < 10])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    content, waits = done.stdout.splitlines()
+    seconds = [float(each) for each in waits.split()]
+    assert content == "content"
+    assert [round(each / 0.1 / 2**k) for k, each in enumerate(seconds)] == [1, 1, 1]
+
+
 def test_services_find_the_programs_of_flower_without_path(monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin"})
     processes._prepare_environment()

@@ -198,6 +198,9 @@ def run_node(arguments: Sequence[str], warn: Callable[[str], None]) -> None:
     from flwr.supernode import start_client_internal
     from flwr.supernode.cli import flower_supernode
 
+    from fedhet.server.nodes import retry_pulls_soon
+
+    retry_pulls_soon()
     own_time = SimpleNamespace(**{**vars(time), "sleep": polling_sleep()})
     vars(start_client_internal)["time"] = own_time
     sys.argv = ["flower-supernode", *arguments]

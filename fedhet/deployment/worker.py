@@ -203,8 +203,11 @@ def load_command() -> Callable[[], object]:
     import importlib
     from importlib import metadata
 
+    from fedhet.server import nodes
+
     for module in PRELOADED:
         importlib.import_module(module)
+    nodes.retry_pulls_soon()
     (entry_point,) = metadata.entry_points(group="console_scripts", name=COMMAND)
     command: Callable[[], object] = entry_point.load()
     return command

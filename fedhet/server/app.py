@@ -23,6 +23,7 @@ from fedhet.runs.progress import status_file
 from fedhet.runs.records import Summary
 from fedhet.runs.units import console_for, log_error
 from fedhet.server.federation import FederationServer
+from fedhet.server.nodes import retry_pulls_soon
 from fedhet.wire.identity import is_name
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
@@ -129,6 +130,7 @@ def server_fn(context: Context) -> ServerAppComponents:
     """Return the components of a run started with `flwr run`."""
     config = resolve_flower(context.run_config)
     check_deployable(config)
+    retry_pulls_soon()
     console, directory = console_for(), run_directory(config)
     watchers = [line_display(console), round_lines(console), Reported(directory, console)]
     return components(

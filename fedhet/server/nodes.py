@@ -19,6 +19,7 @@ from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.supercore.inflatable import inflatable_utils
 
 from fedhet.base.errors import FedhetError, one_line
 
@@ -28,6 +29,8 @@ POLL_SECONDS = 3.0
 """Maximum number of seconds between two polls for a reply, as in Flower's own grid."""
 POLL_FRACTION = 0.1
 """Time until the next poll for a reply, as a fraction of the time waited so far."""
+PULL_SECONDS = 0.1
+"""Seconds after which an array that has not arrived is requested again. The time then doubles."""
 POLL_SECONDS_PER_NODE = 0.02
 """Minimum number of seconds between two polls for a reply, per online node."""
 MAX_TRANSFERS = 2
@@ -41,6 +44,20 @@ UNSIGNED = (
 )
 MAX_LOST_REPLIES = 3
 """Maximum number of times that a message is sent again because its reply was lost."""
+
+
+def retry_pulls_soon() -> None:
+    """Let Flower in this process pull an object again after PULL_SECONDS instead of a second.
+
+    A recipient that polls often sees a message before the sender has sent all of its arrays, and
+    the process of the message starts before the node has received them.
+    """
+    for function in (
+        inflatable_utils.pull_objects,
+        inflatable_utils.pull_and_inflate_object_from_tree,
+    ):
+        defaults = function.__kwdefaults__ or {}
+        defaults |= {"initial_backoff": PULL_SECONDS} if "initial_backoff" in defaults else {}
 
 
 class NodeInfo(Protocol):
