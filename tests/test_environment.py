@@ -17,11 +17,10 @@ import yaml
 from rich.console import Console
 
 from fedhet import base
-from fedhet.base.disk import expanded
+from fedhet.base.disk import expanded, state_directory
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli.options import loading
 from fedhet.cli.training import error_of, exit_on_signal, run_parallel
-from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
 from fedhet.data.sources.images import _cache_file
 from fedhet.engines.connection import KEEPING_PAGES, for_training, for_workers, inherited
@@ -163,10 +162,10 @@ def homeless(monkeypatch):
 
 @pytest.mark.usefixtures("homeless")
 def test_home_directory_is_needed_only_for_paths_below_it(monkeypatch):
-    assert _state_dir("/srv/state") == Path("/srv/state")
+    assert state_directory("/srv/state") == Path("/srv/state")
     assert expanded("/srv/~x") == Path("/srv/~x")
     monkeypatch.setenv("FEDHET_STATE_DIR", "/srv/other")
-    assert _state_dir("") == Path("/srv/other")
+    assert state_directory("") == Path("/srv/other")
     monkeypatch.setenv("FEDHET_CACHE_DIR", "/srv/cache")
     spec = type("Spec", (), {"image_size": 0})
     assert _cache_file([], spec, None).parent == Path("/srv/cache")
@@ -176,7 +175,7 @@ def test_home_directory_is_needed_only_for_paths_below_it(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
-        (lambda: _state_dir(""), "set node-config 'state-dir' or .* FEDHET_STATE_DIR"),
+        (lambda: state_directory(""), "set node-config 'state-dir' or .* FEDHET_STATE_DIR"),
         (lambda: _cache_file([], type("Spec", (), {"image_size": 0}), None), "FEDHET_CACHE_DIR"),
         (lambda: expanded("~/data"), "^~/data: home .* Set HOME, or use an absolute path"),
         (lambda: expanded("~no-such-user/data"), "use an absolute path"),

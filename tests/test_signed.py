@@ -143,7 +143,7 @@ def test_invalid_or_readable_signing_key_raises(tmp_path):
 def node(*words):
     """Run `fedhet node` with options that make Flower exit at once."""
     command = [*FEDHET, "node", *map(str, words), "--version"]
-    environment = {**os.environ, "COLUMNS": "80"}
+    environment = {**os.environ, "COLUMNS": "80", "FEDHET_WARM_WORKER": "0"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 

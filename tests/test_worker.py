@@ -259,6 +259,15 @@ def test_worker_ends_with_all_sites_that_use_it(site):
     assert served.wait(30) == 0
 
 
+def test_worker_ends_with_a_site_whose_parent_waits_for_the_output(site):
+    owner = subprocess.Popen(["sleep", "0.2"])  # It is a zombie until it is waited for.
+    served = site.serve(owner=owner.pid)
+    try:
+        assert served.wait(30) == 0
+    finally:
+        owner.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_worker_leaves_no_socket(site, number, capfd):
     served = site.serve()

@@ -219,11 +219,9 @@ def _accept(
     import multiprocessing
     from multiprocessing.connection import wait
 
-    import psutil
-
     fork = multiprocessing.get_context("fork")
     running: dict[socket.socket, BaseProcess] = {}
-    while any(map(psutil.pid_exists, owners)):
+    while any(map(_is_running, owners)):
         sentinels = {process.sentinel: connection for connection, process in running.items()}
         for ready in wait([listener, *running, *sentinels], OWNER_SECONDS):
             if ready is listener:
@@ -256,6 +254,19 @@ def _accept(
             elif ready in running:  # The program was killed.
                 running.pop(ready).terminate()
                 ready.close()
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process runs.
+
+    A zombie does not run. Its parent may wait for the end of its output, which the worker has open.
+    """
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
