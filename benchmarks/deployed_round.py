@@ -55,15 +55,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=1)
     given = parser.parse_args()
-    found: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in CONTENDERS}
+    measured: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in CONTENDERS}
     for pair in range(given.pairs):
         for contender in CONTENDERS if pair % 2 == 0 else CONTENDERS[::-1]:
             with tempfile.TemporaryDirectory() as folder:
-                found[contender].append(measure(contender, Path(folder), given.sites, given.rounds))
+                measured[contender].append(
+                    measure(contender, Path(folder), given.sites, given.rounds)
+                )
     print(f"{given.sites} sites, {given.rounds} rounds, {given.pairs} deployments of each kind")
     print(f"{'':8} {'round':>8} {'(min, max)':>16} {'ratio':>6} {'CPU/message':>12} {'start':>8}")
-    base = median(s for seconds, *_ in found["cold"] for s in seconds)
-    for contender, results in found.items():
+    base = median(s for seconds, *_ in measured["cold"] for s in seconds)
+    for contender, results in measured.items():
         rounds = sorted(s for seconds, *_ in results for s in seconds)
         middle, span = median(rounds), f"({rounds[0]:.1f}, {rounds[-1]:.1f})"
         message = median(cpu for _, cpu, _ in results)

@@ -51,12 +51,12 @@ CALLS = {
 def routes():
     """Return all pairs of a method and a path that the installed Flower registers."""
     contexts = iter_route_contexts(create_app().routes)
-    found = {(m, each.path) for each in contexts for m in each.methods or ("GET",)}
-    assert {("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/health")} <= found
-    assert {("POST", f"/v1/control/{name}") for name in ("list-nodes", "start-run")} <= found
-    assert any(path.startswith("/v1/runtime/") for _, path in found)
-    assert (HTTP == TRANSPORT) == any(path.startswith("/v1/fleet/") for _, path in found)
-    return sorted(found)
+    registered = {(m, each.path) for each in contexts for m in each.methods or ("GET",)}
+    assert {("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/health")} <= registered
+    assert {("POST", f"/v1/control/{name}") for name in ("list-nodes", "start-run")} <= registered
+    assert any(path.startswith("/v1/runtime/") for _, path in registered)
+    assert (HTTP == TRANSPORT) == any(path.startswith("/v1/fleet/") for _, path in registered)
+    return sorted(registered)
 
 
 # --- the barrier, with an app that replies to everything ----------------------------------------
@@ -316,8 +316,8 @@ def test_sites_reach_no_other_route_of_flower(server, verified):
     """Walk the router of the installed Flower, without and with the CA's certificate."""
     authority = str(server.certs / certs.CA_CERTIFICATE)
     context = ssl.create_default_context(cafile=authority) if verified else unverified()
-    found = routes()
-    for method, path in found:
+    registered = routes()
+    for method, path in registered:
         if path.startswith("/v1/fleet/"):
             continue
         words = request(path.replace("{", "").replace("}", ""), method)
@@ -441,8 +441,8 @@ def test_node_of_another_transport_says_what_to_install(other, monkeypatch):
     text = str(fault.value)
     assert text.startswith(f"server {address}: expected {TRANSPORT}, which Flower 1.")
     assert f"got {got}. Install `{transport.REQUIREMENTS[got]}` at this site" in text
-    (found,) = doctor.check_sites_address(address, authority)
-    assert (found.level, found.text) == ("error", text.removeprefix("server "))
+    (finding,) = doctor.check_sites_address(address, authority)
+    assert (finding.level, finding.text) == ("error", text.removeprefix("server "))
 
 
 def test_node_starts_even_if_the_server_does_not_reply_yet(monkeypatch):
@@ -459,10 +459,10 @@ def test_node_starts_even_if_the_server_does_not_reply_yet(monkeypatch):
 
 def test_doctor_checks_a_sites_connection(server, other):
     address, authority = f"localhost:{server.fleet_port}", server.certs / certs.CA_CERTIFICATE
-    (found,) = doctor.check_sites_address(address, authority)
-    assert (found.level, found.subject) == ("ok", "server")
-    assert found.text.startswith(f"{address} replies to sites over {TRANSPORT}")
-    (found,) = doctor.check_sites_address(address, other[1])
-    assert (found.level, "certificate rejected" in found.text) == ("error", True)
-    (found,) = doctor.check_sites_address(f"localhost:{free_port()}", authority)
-    assert (found.level, "no server found" in found.text) == ("error", True)
+    (finding,) = doctor.check_sites_address(address, authority)
+    assert (finding.level, finding.subject) == ("ok", "server")
+    assert finding.text.startswith(f"{address} replies to sites over {TRANSPORT}")
+    (finding,) = doctor.check_sites_address(address, other[1])
+    assert (finding.level, "certificate rejected" in finding.text) == ("error", True)
+    (finding,) = doctor.check_sites_address(f"localhost:{free_port()}", authority)
+    assert (finding.level, "no server found" in finding.text) == ("error", True)

@@ -38,6 +38,9 @@ UNPROTECTED = (
 )
 LOCK_SECONDS = 60
 """Time for which a transaction of the server's database waits for another, in seconds."""
+POLL_FRACTION = 0.1
+"""Time until a node's next poll, as a fraction of the time waited so far. The server of a run polls
+its grid by the same rule."""
 MIN_POLL_SECONDS = 0.1
 """Minimum time between two polls of a node, in seconds."""
 
@@ -221,6 +224,7 @@ def polling_sleep() -> Callable[[float], None]:
         nonlocal interval, started
         if seconds != interval:
             interval, started = seconds, time.monotonic()
-        time.sleep(min(seconds, max(MIN_POLL_SECONDS, 0.1 * (time.monotonic() - started))))
+        waited = time.monotonic() - started
+        time.sleep(min(seconds, max(MIN_POLL_SECONDS, POLL_FRACTION * waited)))
 
     return sleep

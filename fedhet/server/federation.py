@@ -495,10 +495,11 @@ class MethodStrategy:
                     outcome, error=outcome.error or "sent no evaluation"
                 )
         for name in sorted(self._open.evaluations):
-            missing = CallOutcome(name, self._open.record.round, error="did not reply in time")
+            reason = "did not reply in time" if name in self.method.members else "has left"
+            missing = CallOutcome(name, self._open.record.round, error=reason)
             self.state.record_evaluation(outcomes.get(name, missing), self._open.record)
         self.state.scores.write_to(self._open.record)
-        self._close_round(self._open)
+        self.log.round_finished(self._open.record)
         self._open = None
 
     # Private helpers.
@@ -518,12 +519,11 @@ class MethodStrategy:
             check_dtypes(tensors, method.state_dict())
             method.load_state_dict(tensors)
             if OPEN in checkpoint.metadata:
-                metadata = {name: str(value) for name, value in checkpoint.metadata.items()}
-                record = parse_record(metadata.pop(OPEN), f"record of round {checkpoint.round}")
+                line = str(checkpoint.metadata[OPEN])
+                record = parse_record(line, f"record of round {checkpoint.round}")
                 # The record already contains the bytes of these instructions.
                 self.state.record = copy.deepcopy(record)
-                evaluations = self._evaluations(record.round)
-                self._open = OpenRound(record, evaluations, dict(checkpoint.tensors), metadata)
+                self._open = OpenRound(record, self._evaluations(record.round))
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not "
@@ -553,26 +553,23 @@ class MethodStrategy:
             method.forget(name)
         method.sampler.finish()
         record = self.state.finish(evaluated=evaluated and not evaluations)
-        pace = {"collector": self.collector.to_dict(), "selection": method.sampler.to_dict()}
-        metadata = {PACE: json.dumps(pace), **self._codec.encoder.metadata()}
-        tensors = {**method.state_dict(), **self._codec.encoder.state_dict()}
-        open_round = OpenRound(record, evaluations or {}, tensors, metadata)
+        metadata = {}
         if evaluations:
-            self._open = open_round
-            self._write_checkpoint(open_round, {OPEN: record_line(record)})
+            # No second checkpoint follows, so a resumed run evaluates this round again.
+            self._open = OpenRound(record, evaluations)
+            metadata[OPEN] = record_line(record)
         else:
-            self._close_round(open_round)
-
-    def _close_round(self, closed: OpenRound) -> None:
-        """Write the record and the checkpoint of a round."""
-        self.log.round_finished(closed.record)
-        self._write_checkpoint(closed, {})
-        self.state.calls.remove_used()
-
-    def _write_checkpoint(self, closed: OpenRound, additional: Mapping[str, str]) -> None:
-        metadata = {**closed.metadata, **additional, "state": self.state.to_json()}
+            self.log.round_finished(record)
+        pace = {"collector": self.collector.to_dict(), "selection": method.sampler.to_dict()}
+        metadata |= {
+            "state": self.state.to_json(),
+            PACE: json.dumps(pace),
+            **self._codec.encoder.metadata(),
+        }
+        tensors = {**method.state_dict(), **self._codec.encoder.state_dict()}
         kept = {self.state.rollback.good, self.log.best_round}
-        self.log.checkpoints.write_checkpoint(closed.record.round, closed.tensors, metadata, kept)
+        self.log.checkpoints.write_checkpoint(record.round, tensors, metadata, kept)
+        self.state.calls.remove_used()
 
 
 def check_instructions(

@@ -14,7 +14,6 @@ from typing import Any
 from flwr.common import EvaluateIns
 from pydantic import TypeAdapter
 
-from fedhet.base.arrays import Array
 from fedhet.base.errors import (
     DivergedError,
     FedhetError,
@@ -69,10 +68,6 @@ class OpenRound:
     record: RoundRecord
     evaluations: dict[str, EvaluateIns]
     """Instructions to evaluate after the round, by client."""
-    tensors: dict[str, Array]
-    """Tensors of the round's checkpoint."""
-    metadata: dict[str, str]
-    """Metadata of the round's checkpoint, without the state of the clients."""
 
 
 class RoundState:
