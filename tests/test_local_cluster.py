@@ -37,12 +37,12 @@ class Assassin(Watcher):
             self.killed.append(worker.pid)
 
     def _worker(self) -> psutil.Process:
-        """Wait for a worker, because Ray renames its processes while calls begin and end."""
+        """Wait for a worker that has started, whose process has the name of no call."""
         deadline = time.monotonic() + 30
         while True:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if process.name().startswith("ray::Worker"):
+                    if process.name() == "ray::Worker":
                         return process
             assert time.monotonic() < deadline, "no worker of Ray was found within 30 s"
             time.sleep(0.1)

@@ -324,7 +324,7 @@ class WorkerPool:
                 LOG.warning("%s", error)
                 self.notice(
                     f"no worker can start on {worker.machine.address} ({type(error).__name__}): "
-                    "the run continues without this machine"
+                    "the run continues without this worker"
                 )
 
 
