@@ -27,6 +27,7 @@ from fedhet.data.spec import DataSpec
 from fedhet.kinds import TABLE
 from fedhet.learning.devices import CPU
 from fedhet.models import Refitted
+from fedhet.wire.knowledge import join
 from fedhet.wire.knowledge import read_npy as read_tensor
 
 IDENTITY = {"method": "felo", "model": "mlp", "task": "2 classes of shape [3]"}
@@ -355,6 +356,14 @@ def readers(root):
         "mapped file": lambda: map_npy(root / "x.npy"),
         "message": lambda: read_tensor(client.fit(message).parameters.tensors[0], "client-0", "x"),
     }
+
+
+def test_reply_is_joined_if_the_instruction_is():
+    plain = ndarrays_to_parameters([ROWS["x"], np.arange(3, dtype=np.uint8), ROWS["x"]])
+    client = MessageClient(Echo())
+    assert client.fit(FitIns(plain, {})).parameters == plain
+    assert client.fit(FitIns(join(plain), {})).parameters == join(plain)
+    assert len(join(plain).tensors) == 1
 
 
 NAMES = ("stored reply", "data", "kind", "mapped file", "message")

@@ -19,12 +19,14 @@ from fedhet.base.errors import KnowledgeError
 from fedhet.wire.identity import is_name
 from fedhet.wire.knowledge import (
     DTYPES,
+    JOINED,
     MAX_MANIFEST_BYTES,
     Envelope,
     Knowledge,
     decode,
     encode,
     expect,
+    join,
     payload_bytes,
     read_arrays,
 )
@@ -118,6 +120,47 @@ def test_round_trip_through_flower(sent_tensors, sent_scalars):
             assert struct.pack("d", came) == struct.pack("d", value) or came != came != value
         else:
             assert came == value
+
+
+@settings(max_examples=200, derandomize=True)
+@given(st.lists(tensors, min_size=1, max_size=5))
+def test_joined_arrays_are_read_separately(arrays):
+    parameters = ndarrays_to_parameters(arrays)
+    joined = join(parameters)
+    assert joined == Parameters([b"".join(parameters.tensors)], JOINED)
+    came = read_arrays(joined, SENDER, payload_bytes(parameters))
+    assert len(came) == len(arrays)
+    for array, sent in zip(came, arrays, strict=True):
+        assert same_bits(array, sent)
+        assert array.flags.aligned
+
+
+def test_empty_and_large_payloads_are_not_joined(monkeypatch):
+    empty, two = Parameters([], "numpy.ndarray"), Parameters([b"a" * 6, b"b" * 5], "numpy.ndarray")
+    assert join(empty) is empty
+    monkeypatch.setattr("fedhet.wire.knowledge.MAX_JOINED_BYTES", 11)
+    assert join(two).tensors == [b"aaaaaabbbbb"]
+    monkeypatch.setattr("fedhet.wire.knowledge.MAX_JOINED_BYTES", 10)
+    assert join(two) is two
+
+
+@pytest.mark.parametrize("size", range(0, 340, 7))
+def test_truncated_joined_payload_raises(size):
+    """The second array begins at byte 136, and the payload ends at byte 340."""
+    whole = join(ndarrays_to_parameters([np.arange(8, dtype=np.uint8), np.arange(76.0) > 3]))
+    assert len(whole.tensors[0]) == 136 + 204
+    cut = Parameters([whole.tensors[0][:size]], JOINED)
+    if size == 0:
+        assert read_arrays(cut, SENDER, PLENTY) == []
+    else:
+        position = int(size > 136)
+        refusal(lambda: read_arrays(cut, SENDER, PLENTY), f"array {position}")
+
+
+def test_bytes_after_the_last_joined_array_raise():
+    joined = join(ndarrays_to_parameters([np.arange(8, dtype=np.uint8)]))
+    longer = Parameters([joined.tensors[0] + b"\0"], JOINED)
+    refusal(lambda: read_arrays(longer, SENDER, PLENTY), "array 1")
 
 
 def test_round_trip_in_any_memory_order():

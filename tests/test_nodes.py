@@ -4,7 +4,16 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from flwr.common import Code, FitIns, FitRes, GetPropertiesRes, Parameters, Status
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetPropertiesRes,
+    Parameters,
+    Status,
+)
 from flwr.common.constant import ErrorCode
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.compat.grid_client_proxy import GridClientProxy
@@ -13,6 +22,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedhet.server import nodes
 from fedhet.server.members import Members
 from fedhet.server.nodes import Nodes, RetryingGrid, TransferLimiter, registered_name, retrying
+from fedhet.wire.knowledge import JOINED
 
 GIVEN_UP = SimpleNamespace(reason="its time is over", code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 LOST = SimpleNamespace(reason="objects are unavailable", code=ErrorCode.MESSAGE_UNAVAILABLE)
@@ -195,7 +205,7 @@ def restarts(grid, look):
 def asking(grid, seconds=3600.0):
     grid.add(1, claims="site-a")
     proxy = retrying(GridClientProxy(1, grid, 1))
-    return proxy.fit(FitIns(Parameters([b"weights"], ""), {"evaluate": True}), seconds, 3)
+    return proxy.fit(FitIns(Parameters([b"wei", b"ghts"], ""), {"evaluate": True}), seconds, 3)
 
 
 def test_node_that_restarts_before_replying_is_called_again(grid):
@@ -207,7 +217,26 @@ def test_node_that_restarts_before_replying_is_called_again(grid):
     assert second.metadata.group_id == first.metadata.group_id == "3"
     assert second.metadata.message_type == first.metadata.message_type
     assert second.metadata.ttl < first.metadata.ttl == 3600
-    assert compat.recorddict_to_fitins(second.content, True).parameters.tensors == [b"weights"]
+    sent = compat.recorddict_to_fitins(second.content, True).parameters
+    assert sent == Parameters([b"weights"], JOINED)
+
+
+def test_arrays_of_an_evaluation_are_joined(grid):
+    grid.add(1, claims="site-a")
+    parameters, sent = Parameters([b"wei", b"ghts"], "numpy.ndarray"), []
+    grid.reply = lambda message, number: sent.append(message) or evaluated(number)
+    proxy = retrying(GridClientProxy(1, grid, 1))
+    assert proxy.evaluate(EvaluateIns(parameters, {"x": 1}), 60.0, 3).num_examples == 5
+    came = compat.recorddict_to_evaluateins(sent[0].content, True)
+    assert came == EvaluateIns(Parameters([b"weights"], JOINED), {"x": 1})
+    assert parameters.tensors == [b"wei", b"ghts"], "other clients receive it too"
+
+
+def evaluated(number):
+    response = EvaluateRes(Status(Code.OK, ""), 0.5, 5, {})
+    content = compat.evaluateres_to_recorddict(response)
+    about = SimpleNamespace(reply_to_message_id=number)
+    return SimpleNamespace(metadata=about, content=content, has_error=lambda: False)
 
 
 def test_node_that_restarts_while_describing_itself_is_called_again(grid, joining):

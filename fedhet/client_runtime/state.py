@@ -47,6 +47,7 @@ from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, is_name
 from fedhet.wire.knowledge import (
+    JOINED,
     Envelope,
     Knowledge,
     Packing,
@@ -54,7 +55,9 @@ from fedhet.wire.knowledge import (
     digest_of,
     encode,
     expect,
+    join,
     read_npy,
+    separate,
 )
 
 METHOD_TENSORS = "kept"
@@ -336,7 +339,8 @@ class MessageClient(Client):
     def fit(self, ins: FitIns) -> FitRes:
         """Train on an instruction, and return the reply.
 
-        If the message starts with the arrays of an evaluation's instruction, evaluates first.
+        If the message starts with the arrays of an evaluation's instruction, evaluates first. The
+        arrays of the reply are joined if those of the instruction are.
         """
         received, config, evaluated = _arrays_of(ins.parameters), dict(ins.config), {}
         if count := int(config.pop(EVALUATES_FIRST, 0)):
@@ -344,7 +348,10 @@ class MessageClient(Client):
             received = received[count:]
         arrays, samples, metrics = self.numpy_client.fit(received, config)
         metrics |= {f"{EVALUATION}{name}": value for name, value in evaluated.items()}
-        return FitRes(_OK, ndarrays_to_parameters(arrays), samples, metrics)
+        parameters = ndarrays_to_parameters(arrays)
+        if ins.parameters.tensor_type == JOINED:
+            parameters = join(parameters)
+        return FitRes(_OK, parameters, samples, metrics)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         """Evaluate the client's models."""
@@ -354,7 +361,7 @@ class MessageClient(Client):
 
 def _arrays_of(parameters: Parameters) -> NDArrays:
     """Read the arrays of a message. They are copies, so that the client may change them."""
-    tensors = enumerate(parameters.tensors)
+    tensors = enumerate(separate(parameters, SERVER))
     return [read_npy(data, SERVER, f"array {position}").copy("K") for position, data in tensors]
 
 

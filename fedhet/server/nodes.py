@@ -12,16 +12,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 from flwr.app import Message
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes
 from flwr.common.constant import ErrorCode
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 from flwr.supercore.inflatable import inflatable_utils
 
 from fedhet.base.errors import FedhetError, one_line
+from fedhet.wire.knowledge import join
 
 CACHE_SECONDS = 10.0
 """Seconds for which Flower's list of online nodes is cached."""
@@ -265,6 +268,20 @@ def display_name(proxy: ClientProxy) -> str:
     return f"node {proxy.cid}"
 
 
+class RetryingProxy(GridClientProxy):
+    """Proxy that joins the arrays of a message, and sends it again if the node restarts."""
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        """Request training from the client."""
+        return super().fit(replace(ins, parameters=join(ins.parameters)), timeout, group_id)
+
+    def evaluate(
+        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
+    ) -> EvaluateRes:
+        """Request an evaluation from the client."""
+        return super().evaluate(replace(ins, parameters=join(ins.parameters)), timeout, group_id)
+
+
 def retrying(proxy: ClientProxy) -> ClientProxy:
     """Return a proxy that, in a deployment, sends messages again if the node restarts."""
     grid = _deployment_grid(proxy)
@@ -272,12 +289,12 @@ def retrying(proxy: ClientProxy) -> ClientProxy:
         return proxy
     assert isinstance(proxy, GridClientProxy)
     retrying_grid: Any = RetryingGrid(grid, *_shared_by(grid))
-    return GridClientProxy(proxy.node_id, retrying_grid, proxy.run_id)
+    return RetryingProxy(proxy.node_id, retrying_grid, proxy.run_id)
 
 
 def may_restart(proxy: ClientProxy) -> bool:
     """Return whether a proxy, as returned by `retrying`, calls a node that may restart."""
-    return isinstance(getattr(proxy, "grid", None), RetryingGrid)
+    return isinstance(proxy, RetryingProxy)
 
 
 @lru_cache(maxsize=1)
