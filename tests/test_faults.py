@@ -353,7 +353,7 @@ def is_alive(process):
 
 def test_suspended_site_continues_after_90_seconds(deployment, tmp_path):
     """All of its processes are suspended like on a sleeping machine, and then continue."""
-    rounds = 12  # so that the run lasts until the site's session has expired
+    rounds = 40  # so that the run lasts until the site's session has expired
     going = Run(deployment, tmp_path / "run", rounds=rounds)
     going.wait_for_round(2)
     training(deployment, 1)
