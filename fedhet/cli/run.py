@@ -114,7 +114,8 @@ def _announce(given: GivenSettings, suffix: str) -> None:
     """Print a summary of the run before the imports, which take seconds."""
     run = given.run
     clients = f"{run.clients} client{'s' * (run.clients != 1)}"
-    rounds = f"{run.rounds} round{'s' * (run.rounds != 1)}"
+    number = given.method_settings.fixed_rounds() or run.rounds
+    rounds = f"{number} round{'s' * (number != 1)}"
     title = f"{given.method.name} on {run.data.dataset}"
     say(f"preparing {title}: {clients}, {rounds}{suffix}, backend {run.engine.backend}")
 

@@ -211,8 +211,10 @@ class GridSearch:
         start = len(self.client.y)  # R_i follows the client's own samples.
         own = self.train_part
         data = Split(concatenate(own.x, x[start:]), torch.cat([own.y, y[start:]]))
-        epochs = self.settings.update_epochs or self.client.training.local_epochs
-        self._fit(model, candidate, data, epochs, self.settings.update_batch_size, "update")
+        settings, training = self.settings, self.client.training
+        epochs = settings.update_epochs or training.local_epochs
+        size = settings.update_batch_size or training.batch_size
+        self._fit(model, candidate, data, epochs, size, "update")
         return model
 
     def _fit(

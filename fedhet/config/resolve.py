@@ -164,6 +164,11 @@ def complete(given: GivenSettings, *, selects: bool = False) -> Config:
             problem = f"the number of rounds follows from the settings of {run.method}"
             raise invalid_setting("rounds", run.rounds, str(fixed), problem)
         changes["rounds"] = fixed
+        epochs, name = run.training.local_epochs, "training.local-epochs"
+        if epochs == RunSettings().training.local_epochs and name not in given.explicit:
+            # As many epochs as other methods have by default.
+            total = run.rounds * epochs // fixed
+            changes["training"] = run.training.model_copy(update={"local_epochs": max(1, total)})
     data: dict[str, Any] = {}
     needs_public = spec.needs_public or settings.uses_public()
     if needs_public and not (run.data.public_fraction or run.data.public_dataset):

@@ -52,9 +52,8 @@ class CofedSettings(MethodSettings):
     update_epochs: CountOrNone = Field(
         0, description="epochs of update training for networks; 0 = training.local-epochs"
     )
-    update_batch_size: Count = Field(
-        100,
-        description="batch size of update training",
+    update_batch_size: CountOrNone = Field(
+        0, description="batch size of update training; 0 = training.batch-size"
     )
     search: Literal["none", "grid"] = Field(
         "none",
@@ -88,10 +87,10 @@ class CofedSettings(MethodSettings):
 
 def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
     """Return the numbers of passes over the samples, in local and in update training."""
-    updates = own.update_epochs or training.local_epochs
+    epochs = own.update_epochs or training.local_epochs
     return (
         Passes(1, training.batch_size, training.local_epochs),
-        Passes(rounds - 1, own.update_batch_size, updates),
+        Passes(rounds - 1, own.update_batch_size or training.batch_size, epochs),
     )
 
 

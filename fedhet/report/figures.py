@@ -57,7 +57,8 @@ def drawings(run: Run) -> list[Drawing]:
     figures.append(_last_accuracies(run))
     if run.relative is not None:
         protocol, ratio = run.relative
-        title = f"Accuracy relative to local training, {TEST_SETS.get(protocol, protocol)}"
+        test_set = TEST_SETS.get(protocol, protocol)
+        title = f"Accuracy relative to the models before the exchange, {test_set}"
         draw = partial(_models, scores=_by_model(run, ratio.per_client), title=title)
         figures.append(Drawing("relative", draw, "relative accuracy by client"))
     figures += [*confusions(run), _client_curves(run), _method(run)]

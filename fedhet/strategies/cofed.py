@@ -140,15 +140,14 @@ class CofedStrategy(HetStrategy):
         )
 
     def _metrics(self) -> dict[str, float]:
-        """Return the numbers of pseudolabels (total, per class, and per client) and of conflicts.
+        """Return the numbers of pseudolabels (total, and per client) and of conflicts.
 
         Fig. 7 shows the total. Includes the fraction of abstentions if participants may abstain.
         """
-        sizes = self.pseudolabeled.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
         received = [len(labels_in_space(self.pseudolabeled, space)[0]) for space in spaces]
         metrics = {
-            "pseudolabels": float(sizes.sum()),
+            "pseudolabels": float(self.pseudolabeled.sum()),
             "received": float(np.mean(received)),
             "conflicts": float(np.mean([count_conflicts(self.pseudolabeled, s) for s in spaces])),
         }
@@ -157,4 +156,4 @@ class CofedStrategy(HetStrategy):
                 vote.predictions == self.reference_client.classes for vote in self.votes.values()
             ]
             metrics["abstained"] = float(np.mean(abstentions))
-        return metrics | {f"class_{k}": float(size) for k, size in enumerate(sizes)}
+        return metrics
