@@ -100,7 +100,7 @@ def main() -> None:
     rows = [*planned(methods, places, seeds, given.out)]
     if not given.show:
         runs = [run for row in rows for run in (*row.ours, *row.local, *row.related)]
-        by_seed = sorted(each_once(runs), key=lambda run: seeds.index(run.values["seed"]))
+        by_seed = sorted(each_once(runs), key=lambda run: seeds.index(int(str(run.values["seed"]))))
         wanted = Wanted("tiny", seeds, given.out, {}, jobs=given.jobs)
         for name, fault in make_runs("defaults", by_seed, wanted).items():
             print(f"{name}: {fault}")

@@ -439,14 +439,15 @@ def better_kind_line(run: Run) -> str:
 
 
 def relative_line(run: Run) -> str:
-    """Return a line about the clients' gains over their models before the exchange, or "" if they are unknown."""
+    """Return a line about accuracies relative to those before the exchange, or "" without any."""
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
     best = f"{score(ratio.best)} ({client_with(ratio.best, ratio.per_client)})"
     worst = f"{score(ratio.worst)} ({client_with(ratio.worst, ratio.per_client)})"
     mean = score(ratio.mean)
-    return f"relative to the models before the exchange, {protocol}: mean {mean}, best {best}, worst {worst}"
+    means = f"mean {mean}, best {best}, worst {worst}"
+    return f"relative to the models before the exchange, {protocol}: {means}"
 
 
 # --- Markdown and LaTeX ----------------------------------------------------------------------
