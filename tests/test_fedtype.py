@@ -188,6 +188,8 @@ def test_three_kinds_of_accuracy(tmp_path):
     assert 0 < figures["eta"] <= 1
     assert 1 <= figures["proxy_set"] <= 10
     assert 1 <= figures["private_set"] <= 10
+    assert 0 < figures["single_sets"] < 1
+    assert figures["proxy_set"] >= 2 - figures["single_sets"], "other sets have two labels or more"
     assert figures["tau"] > 0
 
 
@@ -249,8 +251,41 @@ def test_parts_cover_the_data_once(tmp_path, local_epochs):
     assert rows == sorted(map(tuple, client.x.flatten(1).tolist()))
 
 
+@pytest.mark.parametrize("local_epochs", [1, 2, 5])
+def test_unseen_samples_are_those_of_the_other_parts(tmp_path, local_epochs):
+    chosen = {"fedtype.epoch-data": "part", "fedtype.calibrate-on": "unseen"}
+    learning = reciprocity(opened(fedtype(local_epochs=local_epochs, **chosen), tmp_path))
+    client = learning.client
+    every = sorted(map(tuple, client.x.flatten(1).tolist()))
+    calibrated, epochs = [], []
+    learning.calibrate = lambda: calibrated.append(client.held_out)
+    client.train_own = lambda *arguments, **options: epochs.append((client.held_out, arguments[4]))
+    for epoch in range(local_epochs):
+        learning.run_epoch(epoch)
+    assert len(epochs) == local_epochs
+    for held_out, trained in epochs:
+        rows = torch.cat([held_out.x, trained.x]).flatten(1).tolist()
+        assert sorted(map(tuple, rows)) == every
+        for part in (held_out, trained):
+            for image, label in zip(part.x, part.y, strict=True):
+                same_image = (client.x == image).flatten(1).all(1)
+                assert label in client.y[same_image]
+    assert len(calibrated) == (local_epochs if local_epochs > 1 else 0), "one part sees all of D"
+
+
+def test_unseen_samples_need_parts():
+    with pytest.raises(SettingsError, match=r"'fedtype\.calibrate-on'.*'fedtype\.epoch-data'"):
+        fedtype(**{"fedtype.calibrate-on": "unseen"})
+
+
 @pytest.mark.parametrize(
-    "changes", [{"fedtype.u": 0.5}, {"fedtype.mode": "evaluation"}, {"fedtype.epoch-data": "part"}]
+    "changes",
+    [
+        {"fedtype.u": 0.5},
+        {"fedtype.mode": "evaluation"},
+        {"fedtype.epoch-data": "part"},
+        {"fedtype.epoch-data": "part", "fedtype.calibrate-on": "unseen"},
+    ],
 )
 def test_switch_changes_the_run(tmp_path, changes):
     """The test of Algorithm 1, whose models have no batch norm, covers the other switches."""

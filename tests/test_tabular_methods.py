@@ -105,7 +105,7 @@ def test_method_models_follow_the_kind_of_data():
     assert own("fedgems").server_model == "mlp3"
     assert own("fedgems", **{"fedgems.server-model": "mlp"}).server_model == "mlp"
     assert resolve({"method": "fedtype"}).method_settings.proxy == "cnn2"
-    assert resolve({"method": "fedgems"}).method_settings.server_model == "gems-resnet56"
+    assert resolve({"method": "fedgems"}).method_settings.server_model == "cnn4"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_method_models_follow_the_kind_of_data():
         ("fedtype", "fedtype.proxy", "lenet5"),
         ("fml", "fml.meme", "cnn2"),
         ("ds-fl", "ds-fl.server-model", "cnn2"),
-        ("fedgems", "fedgems.server-model", "gems-resnet56"),
+        ("fedgems", "fedgems.server-model", "cnn4"),
     ],
 )
 def test_method_model_for_images_raises_for_a_table(method, setting, model):

@@ -274,8 +274,9 @@ class Imitation:
         self._random_factors = Numbers(
             lambda count: torch.rand(count, generator=noise), labels.device
         )
-        self._sums = torch.zeros(3, device=labels.device)
-        """Sums of eta, of the proxy's set sizes, and of the private model's set sizes."""
+        self._sums = torch.zeros(4, device=labels.device)
+        """Sums of eta and of both models' set sizes, and the number of the proxy's sets with one
+        label."""
         self._count = 0
 
     def calibrate(self, proxy: Tensor, private: Tensor, y: Tensor) -> None:
@@ -341,7 +342,7 @@ class Imitation:
         eta = consensus(proxy_sets, private_sets)
         if self.settings.eta == "one":
             eta = torch.ones_like(eta)
-        values = eta, proxy_sets, private_sets
+        values = eta, proxy_sets, private_sets, proxy_sets.sum(1) == 1
         self._sums += torch.stack([value.sum().float() for value in values])
         self._count += len(eta)
         return imitation_loss(
@@ -366,11 +367,16 @@ class Imitation:
         return sets[:count], sets[count:]
 
     def metrics(self) -> dict[str, float]:
-        """Return the round's mean eta and set sizes, and the proxy's threshold if it is finite."""
+        """Return means of the round, and the proxy's threshold if it is finite.
+
+        The means are eta, the set sizes, and the fraction of the proxy's sets with one label.
+        """
         if (count := self._count) == 0:
             return {}
-        eta, proxy, private = self._sums.tolist()
-        means = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
+        names = ("eta", "proxy_set", "private_set", "single_sets")
+        means = {
+            name: total / count for name, total in zip(names, self._sums.tolist(), strict=True)
+        }
         tau = self.calibrations[0].tau.item() if self.calibrations else torch.inf
         return means if tau == torch.inf else {**means, "tau": tau}
 

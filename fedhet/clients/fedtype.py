@@ -40,12 +40,12 @@ class FedTypeClient(HetClient):
     def prepare(self) -> None:
         """Split D' from D, in the ratio 7:2:1 of training, test and calibration samples.
 
-        With `calibrate-on = training`, D' is D.
+        Without `calibrate-on = held`, D' is D, or a part of D in each epoch.
         """
         self.label_set = torch.unique(self.y)
         """Classes [P] in D, ascending."""
         self.held_out = self.samples.own
-        if self.settings.calibrate_on == "training":
+        if self.settings.calibrate_on != "held":
             return
         total = len(self.y) + len(self.tests.get("personal", ()))
         count = max(1, round(self.settings.calibration * total))
@@ -139,13 +139,19 @@ class Reciprocity:
         )
 
     def run_epoch(self, epoch: int) -> None:
-        """Calibrate both models on D', and then train both models on the epoch's data."""
-        if self.settings.backward == "conformal" and not self.skips_imitation:
-            self.calibrate()
+        """Calibrate both models on D', and then train both models on the epoch's data.
+
+        With `calibrate-on = unseen`, D' contains the parts of D that the epoch does not use.
+        """
         x, y = self.client.x, self.client.y
         if self.settings.epoch_data == "part":
-            rows = self.parts.tensor_split(self.client.training.local_epochs)[epoch]
+            parts = [*self.parts.tensor_split(self.client.training.local_epochs)]
+            rows, unseen = parts.pop(epoch), torch.cat([*parts, self.parts[:0]])
+            if self.settings.calibrate_on == "unseen":
+                self.client.held_out = Split(rows_of(x, unseen), rows_of(y, unseen))
             x, y = rows_of(x, rows), rows_of(y, rows)
+        if self.settings.backward == "conformal" and not self.skips_imitation:
+            self.calibrate()
         if len(y) < 2:
             return
         losses = {self.loss: self.proxy.stepped}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class FedGemsSettings(MethodSettings):
     """Settings of FedGEMS."""
 
-    server_model: ModelName = Field("gems-resnet56", description="server model")
+    server_model: ModelName = Field("cnn4", description="server model")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
         0.75, description="weight epsilon of the loss on the labels (Eqs. 2, 5, and 6)"
     )

@@ -1,9 +1,11 @@
 """Declaration of FedType: settings and messages."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedhet.algorithms import MIN_SCALE
 from fedhet.methods.spec import BOTH_MODELS, MethodSpec, Sums, model_shapes
@@ -95,9 +97,10 @@ class FedTypeSettings(MethodSettings):
     epoch_data: Literal["full", "part"] = Field(
         "full", description="data of an epoch: all samples, or one of local-epochs equal parts"
     )
-    calibrate_on: Literal["training", "held"] = Field(
+    calibrate_on: Literal["training", "held", "unseen"] = Field(
         "training",
-        description="calibration data: training data, or held-out samples (Section 3.2.2)",
+        description="calibration data: training data, held-out samples (Section 3.2.2), or, with "
+        "epoch-data = part, the parts of the other epochs (unseen)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="with calibrate-on = held: held-out fraction of a client's samples"
@@ -111,6 +114,15 @@ class FedTypeSettings(MethodSettings):
     bayes_zeta: NonNegative = Field(
         1e-4, description="with pFedBayes: weight of the divergence from the server's proxy"
     )
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> FedTypeSettings:
+        if self.calibrate_on == "unseen" and self.epoch_data != "part":
+            raise ValueError(
+                "setting 'fedtype.calibrate-on': with 'fedtype.epoch-data' = full, expected "
+                "training or held, got 'unseen'"
+            )
+        return self
 
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
@@ -151,6 +163,14 @@ SPEC = MethodSpec(
                 "private_set", float, "mean size of the private model's sets", required=False, low=0
             ),
             ScalarField(
+                "single_sets",
+                float,
+                "fraction of the proxy's sets with one label",
+                required=False,
+                low=0,
+                high=1,
+            ),
+            ScalarField(
                 "tau", float, "threshold of the proxy's sets, if finite", required=False, low=0
             ),
         )
@@ -159,6 +179,7 @@ SPEC = MethodSpec(
         "eta": "mean consensus weight η",
         "proxy_set": "mean size of the proxy's sets, in labels",
         "private_set": "mean size of the private model's sets, in labels",
+        "single_sets": "fraction of the proxy's sets with one label",
         "tau": "threshold τ of the proxy's sets",
     },
     privacy=replace(
