@@ -350,6 +350,12 @@ def test_presets_and_settings_of_other_methods(tmp_path):
         ('metric = "common/private"', 'metric = "commn/private"', "expected PROTOCOL/KIND"),
         ('metric = "common/private"', 'metric = "common/private/median"', "expected PROTOCOL"),
         ('metric = "common/private"', 'metric = "bytes/sideways"', "bytes/up.down"),
+        ('metric = "common/private"', 'metric = "common/private@0"', "expected @ROUND or @PERC"),
+        ('metric = "common/private"', 'metric = "common/private@101%"', "expected @ROUND or @PER"),
+        ('metric = "common/private"', 'metric = "common/private/tail@2"', "other than tail"),
+        ('metric = "common/private"', 'metric = "@2"', "expected PROTOCOL/KIND"),
+        ('metric = "personal/private"', 'metric = "@2.5"', "expected @ROUND or @PERCENT"),
+        ('metric = "personal/private"', 'metric = "bytes/up@2"', "expected @ROUND or @PERCENT"),
         ('metric = "common/private"', 'metric = "bytes/up/worst"', "bytes/up.down"),
         (
             "printed = { all = 70.0 }",
@@ -511,6 +517,7 @@ def test_kendalls_tau_compares_the_order_of_rows(better, tmp_path):
         ("common/global/std", lambda last: 100 * last["accuracy"]["common"]["global"]["std"]),
         ("figure/classes_covered", lambda last: last["method"]["classes_covered"]),
         ("figure/nothing", lambda last: math.nan),
+        ("figure/nothing@2", lambda last: math.nan),
         ("relative/common", lambda last: math.nan),
     ],
 )
@@ -524,7 +531,65 @@ def test_cell_formats(metric, expected, tmp_path):
     assert value == pytest.approx(expected(json.loads(lines[-1])), nan_ok=True)
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
+def at_rounds(tmp_path, metric, own, everywhere, change=lambda number, record: None):
+    """Return a cell's value and its records, for the metrics of the table and of two columns."""
+    text = TABLE.replace('metric = "common/private"', f'metric = "{metric}"', 1)
+    text = text.replace('metric = "personal/private"', f'metric = "{own}"')
+    text = text.replace('name = "all"\n', f'name = "all"\nmetric = "{everywhere}"\n')
+    found = plan("x", table(text), "tiny", [0], tmp_path)
+    directory = found.cells[0].runs[0].directory
+    place(directory, rounds=7)
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for number, record in enumerate(records, 1):
+        change(number, record)
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    results = collect(found)
+    values = [results.cells["alone", name].values.mean() for name in ("own", "all")]
+    return values, records, results
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rounds"),
+    [("@1", "@4", (1, 4)), ("@50%", "@100%", (4, 7)), ("@14%", "@15%", (1, 2)), ("@7", "", (7, 7))],
+)
+def test_metric_of_a_round_is_of_its_record(first, second, rounds, tmp_path):
+    """A percentage of seven rounds is rounded up. A column may state only its round."""
+    metrics = "common/private", f"personal/private{first}", f"common/private/worst{second}"
+    values, records, results = at_rounds(tmp_path, *metrics)
+    accuracies = [records[number - 1]["accuracy"] for number in rounds]
+    expected = [accuracies[0]["personal"]["private"]["mean"]]
+    expected.append(accuracies[1]["common"]["private"]["worst"])
+    assert values == pytest.approx([100 * each for each in expected])
+    legend = results.plan.table.legend("tiny")
+    assert "in the last round, unless a row or column states another" in legend
+    assert results.result.test_samples["all"] == 359
+
+
+def test_column_states_the_round_of_its_rows_metrics(tmp_path):
+    values, records, results = at_rounds(tmp_path, "figure/classes_covered", "@2", "@60%")
+    assert values == [2, 5]
+    assert [records[n]["method"]["classes_covered"] for n in (1, 4)] == values
+    assert results.cells["alone", "own"].cell.metric == "figure/classes_covered@2"
+
+
+def test_round_without_its_metric_has_the_last_earlier_value(tmp_path):
+    def change(number, record):
+        if number != 3:
+            record["accuracy"], record["method"] = {}, {}
+
+    values, records, _ = at_rounds(
+        tmp_path, "common/private", "common/private@5", "figure/classes_covered@5", change
+    )
+    assert values == pytest.approx([100 * records[2]["accuracy"]["common"]["private"]["mean"], 3])
+    values, _, results = at_rounds(
+        tmp_path / "b", "common/private", "common/private@2", "figure/classes_covered@2", change
+    )
+    assert all(math.isnan(value) for value in values), "no earlier round has the metric"
+    assert results.result.cells["alone"]["own"] == (None, None)
+
+
+@pytest.mark.parametrize("way", ["up", "down", "both"])
 def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
     text = TABLE.replace('metric = "common/private"', f'metric = "bytes/{way}"')
     found = plan("x", table(text), "tiny", [0], tmp_path)
@@ -534,7 +599,9 @@ def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     for number, record in enumerate(records, 1):
-        record[f"bytes_{way}"] = 1024 * number**2
+        ways = ("up", "down") if way == "both" else (way,)
+        for each in ways:
+            record[f"bytes_{each}"] = 1024 * number**2 // len(ways)
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
     results = collect(found)
     squares = [number**2 for number in range(1, len(records) + 1)]

@@ -27,8 +27,10 @@ from fedhet.experiments.plan import (
     Size,
     as_options,
     finished_run,
+    is_spread,
     plan,
     read_table,
+    round_of,
     table_names,
 )
 from fedhet.report.differences import (
@@ -245,7 +247,7 @@ def collect(plan: Plan) -> Results:
         values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
         series = pd.Series(values, dtype=float).dropna() * unit
         samples: int | Literal["unknown"] | None = None
-        if not (is_amount or cell.metric.endswith("/std")) and len(series):
+        if not (is_amount or is_spread(cell.metric)) and len(series):
             count = smallest(_test_samples(finished[seed], cell.metric) for seed in series.index)
             samples = "unknown" if count is None else round(count)
         cells[cell.row.name, cell.column.name] = Measurements(cell, series, unit, samples)
@@ -346,23 +348,34 @@ def _kendall(cells: Mapping[Place, Measurements], column: str) -> float:
 
 
 def _value(path: Path, metric: str) -> float:
-    """Return the value of a metric in a finished run, or NaN if the run lacks the metric."""
-    run, (first, second, *rest) = finished_run(path), metric.split("/")
+    """Return the value of a metric in a finished run, or NaN if the run lacks the metric.
+
+    If the metric was not measured in its round, the value is from the last round before it.
+    """
+    run, (name, is_stated, _) = finished_run(path), metric.partition("@")
+    first, second, *rest = name.split("/")
     statistic = rest[0] if rest else "mean"
     if first == "figure":
-        return (
-            float(run.method_metrics[second].ffill().iloc[-1])
-            if second in run.method_metrics
-            else NAN
-        )
+        recorded = run.method_metrics
+        values = recorded[second] if second in recorded else pd.Series(dtype=float)
+        return last_of(values.loc[: round_of(metric, run.planned)])
     if first == "bytes":
-        return float(run.costs[f"bytes_{second}"].mean()) / KIB
+        ways = ("up", "down") if second == "both" else (second,)
+        return sum(float(run.costs[f"bytes_{way}"].mean()) for way in ways) / KIB
     if first == "relative":
         ratios = run.last_evaluated.relative if run.last_evaluated else {}
         return float(getattr(ratios[second], statistic)) if second in ratios else NAN
     if statistic == "tail":
         return run.tail(first, second).mean
+    if is_stated:
+        return last_of(run.curve(first, second)[statistic].loc[: round_of(metric, run.planned)])
     return float(getattr(run.last(first, second), statistic))
+
+
+def last_of(values: pd.Series) -> float:
+    """Return the last number in a series, or NaN if it contains no number."""
+    known = values.dropna()
+    return float(known.iloc[-1]) if len(known) else NAN
 
 
 def _test_samples(path: Path, metric: str) -> float | None:
@@ -370,7 +383,7 @@ def _test_samples(path: Path, metric: str) -> float | None:
 
     For a ratio of two accuracies, the error of the first accuracy is a lower bound on the error.
     """
-    first, second, *_ = metric.split("/")
+    first, second, *_ = metric.partition("@")[0].split("/")
     run = finished_run(path)
     return (
         run.test_samples(second, "private")
@@ -430,7 +443,7 @@ def write_latex(results: Results, out: Path) -> Path:
         of_column = [each for (_, name), each in results.cells.items() if name == column.name]
         metrics = {each.cell.metric for each in of_column}
         if not any(metric.startswith("figure/") for metric in metrics):
-            lower = any(each.endswith("/std") or each.startswith("bytes/") for each in metrics)
+            lower = any(is_spread(each) or each.startswith("bytes/") for each in metrics)
             scored[column.name] = -1 if lower else 1
     outcomes = [each.outcome for each in result.comparisons]
     clear = [row for row, each in enumerate(outcomes) if each in ("holds", "does not hold")]

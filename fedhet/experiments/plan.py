@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,12 +49,15 @@ SIZES: tuple[Size, ...] = get_args(Size)
 """Sizes of a table: runs on digits that take minutes, the paper's federation with small networks,
 and the paper's settings."""
 STATISTICS = ("mean", "std", "tail", "worst")
-DIRECTIONS = ("up", "down")
+DIRECTIONS = ("up", "down", "both")
 RATIOS = ("mean", "best", "worst")
+ROUND = re.compile(r"[1-9]\d*|(?:[1-9]\d?|100)%")
+"""Round of a metric, as a number or as a percentage of the run's rounds."""
 
 
 def _is_metric(text: str) -> str:
-    first, second, *rest = (*text.split("/"), "")
+    name, at, number = text.partition("@")
+    first, second, *rest = (*name.split("/"), "")
     third = rest[0] or "mean" if rest else "mean"
     accuracy = first in EVALUATED and second and third in STATISTICS
     relative = first == "relative" and second in EVALUATED and third in RATIOS
@@ -61,16 +66,30 @@ def _is_metric(text: str) -> str:
     if len(rest) > 2 or not (accuracy or relative or bytes_sent or figure):
         raise ValueError(
             "expected PROTOCOL/KIND[/mean|std|tail|worst], relative/PROTOCOL[/mean|best|worst], "
-            f"bytes/up|down, or figure/NAME, got {text!r}"
+            f"bytes/up|down|both, or figure/NAME, got {text!r}"
         )
+    has_rounds = figure or (accuracy and third != "tail")
+    if at and not (has_rounds and ROUND.fullmatch(number)):
+        raise ValueError(
+            "expected @ROUND or @PERCENT% after an accuracy other than tail, or after "
+            f"figure/NAME, got {text!r}"
+        )
+    return text
+
+
+def _is_partial_metric(text: str) -> str:
+    _is_metric(f"figure/any{text}" if text.startswith("@") else text)
     return text
 
 
 Metric = Annotated[str, AfterValidator(_is_metric)]
 """Metric of a cell, such as `common/global`, `relative/common/best`, or `figure/tau`.
 
-`bytes/up` is the mean number of KiB that all clients together send per round.
+`bytes/up` is the mean number of KiB that all clients together send per round. A metric belongs to
+the last round. `figure/eta@20` belongs to round 20, and `figure/eta@50%` to half of the rounds.
 """
+PartialMetric = Annotated[str, AfterValidator(_is_partial_metric)]
+"""Metric of a row or column, or only a round such as `@20`, if another part states the metric."""
 Printed = float | Annotated[list[float], Field(min_length=1, max_length=2)]
 """Number printed in the paper, or a number and its spread."""
 
@@ -104,7 +123,7 @@ class Line(_Part):
     paper: Change | None = None
     sizes: list[Size] = Field(default_factory=lambda: list(SIZES), min_length=1)
     """Sizes that contain this row or column."""
-    metric: Metric = ""
+    metric: PartialMetric = ""
 
     def changes(self, size: Size) -> list[Change]:
         """Return the settings for a size; later settings override earlier settings."""
@@ -183,20 +202,26 @@ class PaperTable(_Part):
         return found
 
     def metric_of(self, row: Row, column: Line) -> Metric:
-        """Return the metric of a cell."""
-        return row.metric or column.metric or self.metric
+        """Return the metric of a cell: the name and the round that the first part states."""
+        stated = [part.partition("@")[::2] for part in (row.metric, column.metric, self.metric)]
+        name = next(name for name, _ in stated if name)
+        number = next((number for _, number in stated if number), "")
+        return f"{name}@{number}" if number else name
 
     def legend(self, size: Size) -> str:
         """Return a sentence about the numbers, and about the rounds to which they belong."""
         last: list[str] = []
         tail: list[str] = []
+        stated = False
         for row in self.rows_in(size):
             metrics = [self.metric_of(row, column) for column in self.columns_in(size)]
+            stated = stated or any("@" in metric for metric in metrics)
             is_tail = any(metric.endswith("/tail") for metric in metrics)
             (tail if is_tail else last).append(row.name)
         rounds = "of each run's mean over the last fifth of the rounds"
         if not tail:
             rounds = "in the last round"
+            rounds += ", unless a row or column states another round" if stated else ""
         elif last:
             rounds += f" (in the last round for {', '.join(last)})"
         return (
@@ -218,6 +243,8 @@ class PaperTable(_Part):
                 raise ValueError(f"names must be unique, got {names}")
         for row in self.rows:
             all_in(row.printed, columns, f"row {row.name!r}, printed")
+            for column in self.columns:
+                _is_metric(self.metric_of(row, column))
         for place in self.places:
             all_in([place.name], rows, "places, name")
             all_in(place.columns, columns, f"places, {place.name!r}")
@@ -299,6 +326,17 @@ def read_table(name: str) -> PaperTable:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise SettingsError(f"table '{name}': {where}: {first['msg']}") from None
+
+
+def is_spread(metric: str) -> bool:
+    """Return whether a metric is a standard deviation over clients."""
+    return metric.partition("@")[0].endswith("/std")
+
+
+def round_of(metric: str, rounds: int) -> int:
+    """Return the round of a metric in a run of so many rounds; by default, the last round."""
+    number = metric.partition("@")[2] or "100%"
+    return math.ceil(int(number[:-1]) * rounds / 100) if number.endswith("%") else int(number)
 
 
 # --- plans -----------------------------------------------------------------------------------
