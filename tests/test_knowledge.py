@@ -157,6 +157,17 @@ def test_truncated_joined_payload_raises(size):
         refusal(lambda: read_arrays(cut, SENDER, PLENTY), f"array {position}")
 
 
+def test_number_of_joined_arrays_is_limited(monkeypatch):
+    parameters = ndarrays_to_parameters([np.zeros(1, np.uint8)] * 4)
+    joined = join(parameters)
+    monkeypatch.setattr("fedhet.wire.knowledge.MAX_JOINED", 4)
+    assert join(parameters) == joined
+    assert len(read_arrays(joined, SENDER, PLENTY)) == 4
+    monkeypatch.setattr("fedhet.wire.knowledge.MAX_JOINED", 3)
+    assert join(parameters) is parameters
+    assert "at most 3" in refusal(lambda: read_arrays(joined, SENDER, PLENTY), "payload")
+
+
 def test_bytes_after_the_last_joined_array_raise():
     joined = join(ndarrays_to_parameters([np.arange(8, dtype=np.uint8)]))
     longer = Parameters([joined.tensors[0] + b"\0"], JOINED)

@@ -35,6 +35,8 @@ JOINED = "fedhet.joined"
 """Type of Flower's parameters whose tensors contain several arrays in .npy format each."""
 MAX_JOINED_BYTES = 2**26
 """Maximum size of a payload whose arrays are joined, in bytes, because joining copies it."""
+MAX_JOINED = 2**16
+"""Maximum number of joined arrays, because an array of 70 bytes needs many times as much memory."""
 DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 )
@@ -274,10 +276,10 @@ def join(parameters: Parameters) -> Parameters:
     """Return a payload of type JOINED with all arrays in one tensor, in the same order.
 
     Flower transfers each tensor separately, which takes most of the time of a short round. The
-    number of bytes does not change. A payload that is empty, or larger than MAX_JOINED_BYTES, is
-    returned unchanged.
+    number of bytes does not change. A payload that is empty or above a limit is returned unchanged.
     """
-    if not parameters.tensors or payload_bytes(parameters) > MAX_JOINED_BYTES:
+    count = len(parameters.tensors)
+    if not 0 < count <= MAX_JOINED or payload_bytes(parameters) > MAX_JOINED_BYTES:
         return parameters
     return replace(parameters, tensors=[b"".join(parameters.tensors)], tensor_type=JOINED)
 
@@ -285,8 +287,8 @@ def join(parameters: Parameters) -> Parameters:
 def separate(parameters: Parameters, sender: str) -> Sequence[bytes | memoryview]:
     """Return the arrays of a payload, which may be joined. Each array is in .npy format.
 
-    Raises KnowledgeError if a joined array has no valid header. The data of the last array may be
-    incomplete.
+    Raises KnowledgeError if there are too many joined arrays, or one has no valid header. The data
+    of the last array may be incomplete.
     """
     if parameters.tensor_type != JOINED:
         return parameters.tensors
@@ -294,6 +296,9 @@ def separate(parameters: Parameters, sender: str) -> Sequence[bytes | memoryview
     for joined in parameters.tensors:
         rest = memoryview(joined)
         while rest:
+            if len(parts) == MAX_JOINED:
+                fault = f"must contain at most {MAX_JOINED} joined arrays"
+                raise KnowledgeError(sender, "payload", fault)
             dtype, shape, _, start = _read_header(rest, sender, f"array {len(parts)}")
             end = start + math.prod(shape) * dtype.itemsize
             parts.append(rest[:end])
