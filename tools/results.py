@@ -102,7 +102,8 @@ def _section(result: TableResult) -> str:
         tally = "/".join(str(claim.counts[outcome]) for outcome in OUTCOMES[:3])
         if missing := claim.counts["not measured"]:
             tally += f", {missing} not measured"
-        claims.append(f"- {escape_markdown(claim.says)}: {claim.on_data('**')} ({tally}).")
+        sentence = f"- {escape_markdown(claim.says)} (*{claim.bound}*)"
+        claims.append(f"{sentence}: {claim.on_data('**')} ({tally}).")
     digits = 1 if table.unit == "percent" else 2
     is_default = result.seeds == USUAL_SEEDS and not listed
     command = result.model_copy(update={"settings": listed}).command

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fedhet.base.errors import StateError
 from fedhet.experiments.field import FieldRecord
-from fedhet.experiments.paper import Comparison, TableResult
-from fedhet.experiments.plan import FIELD, SIZES, paper_of, read_table, table_names
+from fedhet.experiments.paper import Comparison, TableResult, bounds
+from fedhet.experiments.plan import FIELD, SIZES, Claim, paper_of, read_table, table_names
 from fedhet.report.tables import Cell, Cells
 from fedhet.runs.directory import read_validated
 
@@ -74,6 +74,8 @@ class TestedClaim:
 
     result: TableResult
     says: str
+    stated: tuple[Claim, ...]
+    """Declarations of the claim, with its bounds."""
     comparisons: tuple[Comparison, ...]
 
     @property
@@ -89,7 +91,12 @@ class TestedClaim:
     @property
     def verdict(self) -> str:
         """Verdict on the claim, one of `VERDICTS` (see `verdict_of`)."""
-        return verdict_of(self.counts)
+        return verdict_of(self.counts, most=self.stated[0].holds_in == "most")
+
+    @property
+    def bound(self) -> str:
+        """Bounds of the claim in words."""
+        return bounds(self.stated)
 
     def on_data(self, bold: str = "") -> str:
         """Return the verdict with the data on which it is based, e.g. "holds on digits".
@@ -100,33 +107,38 @@ class TestedClaim:
         return f"{bold}{WORDS[self.verdict]}{bold}{on}"
 
 
-def verdict_of(outcomes: Collection[str]) -> str:
+def verdict_of(outcomes: Iterable[str], *, most: bool = False) -> str:
     """Return the verdict on a claim from the outcomes of its comparisons.
 
     A claim holds if it holds in all comparisons, and does not hold if it fails in one comparison.
-    Otherwise, the claim is "not-measured" if no comparison was measured, and "not-told-apart"
-    (inconclusive) if at least one comparison was measured.
+    With `most`, it holds if it holds in more than half, and does not hold if it fails in at least
+    half of the comparisons. Otherwise, the claim is "not-measured" if no comparison was measured,
+    and "not-told-apart" (inconclusive) if at least one comparison was measured.
     """
-    distinct = set(outcomes)
-    if "does not hold" in distinct:
+    counts = Counter(outcomes)
+    half = counts.total() / 2
+    held, failed = counts["holds"], counts["does not hold"]
+    if counts["not measured"] == counts.total():
+        return "not-measured"
+    if failed >= (half if most else 1):
         return "does-not-hold"
-    if distinct == {"holds"}:
-        return "holds"
-    return "not-told-apart" if distinct - {"not measured"} else "not-measured"
+    return "holds" if held > half and (most or held == 2 * half) else "not-told-apart"
 
 
 def claims_in(tables: Iterable[TableResult]) -> list[TestedClaim]:
     """Return the claims of all finished tables, including claims without measurements."""
     return [
-        TestedClaim(table, says, tuple(c for c in table.comparisons if c.claim == says))
+        TestedClaim(
+            table, says, tuple(stated), tuple(c for c in table.comparisons if c.claim == says)
+        )
         for table in tables
-        for says in claims_of(table.table)
+        for says, stated in read_table(table.table).sentences.items()
     ]
 
 
 def claims_of(table: str) -> list[str]:
     """Return a paper's claims about a table, without duplicates."""
-    return [*dict.fromkeys(claim.says for claim in read_table(table).claims)]
+    return [*read_table(table).sentences]
 
 
 def counted(claims: Sequence[TestedClaim]) -> Cells:

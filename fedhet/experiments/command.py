@@ -99,7 +99,8 @@ def table_command(
         bool,
         typer.Option(
             "--json",
-            help="Print the claims as a JSON list of {paper, table, size, data, claim, verdict}.",
+            help="Print the claims as a JSON list of "
+            "{paper, table, size, data, claim, bound, verdict}.",
         ),
     ] = False,
 ) -> None:

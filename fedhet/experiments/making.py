@@ -50,8 +50,9 @@ from fedhet.runs.units import plural
 GOES_ON = "the same command continues the table"
 MEANING = (
     "A claim holds if it holds in all comparisons of its table, and does not hold if it fails in "
-    "one. A comparison counts if its 95 % confidence interval over seeds and test samples excludes "
-    "zero."
+    "one. If its bound names most comparisons, more than half must hold. A comparison holds if its "
+    "95 % confidence interval over seeds and test samples is within the bound, and fails if it is "
+    "outside."
 )
 
 
@@ -207,7 +208,7 @@ def show_tables(word: str, folder: Path | None, default: Path) -> None:
         say(" ".join(filter(None, (result.made, result.hardware, result.command))))
         show_result(result, table)
         for claim in claims.claims_in([result]):
-            say(f"{claim.on_data()}: {claim.says}")
+            say(f"{claim.on_data()}: {claim.says} ({claim.bound})")
         for note in (*table.notes, *filter(None, [result.remark])):
             say(f"- {note}")
 
@@ -226,7 +227,8 @@ def show_claims(folder: Path | None, default: Path, *, as_json: bool) -> None:
     if as_json:
         listed = [
             {"paper": each.paper, "table": each.result.table, "size": each.result.size,
-             "data": each.result.data, "claim": each.says, "verdict": each.verdict}
+             "data": each.result.data, "claim": each.says, "bound": each.bound,
+             "verdict": each.verdict}
             for each in tested
         ]  # fmt: skip
         say(json.dumps(listed, ensure_ascii=False))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.experiments.plan import (
+    Claim,
     PaperTable,
     Place,
     Plan,
@@ -37,6 +38,7 @@ from fedhet.report.differences import (
     OUTCOMES,
     Difference,
     paired_difference,
+    paired_ratio,
     sample_error,
     samples_text,
     smallest,
@@ -64,9 +66,10 @@ COLUMNS = (
 )  # fmt: skip
 """Columns in the CSV file, which has one line per cell and seed."""
 DIFFERENCES = (
-    "Difference for the same seed: mean ± standard error over the seeds and the test samples. A "
-    "comparison holds, or does not hold, if the 95 % confidence interval (Student's t) excludes "
-    "zero. If the number of test samples is unknown, the error covers only the seeds."
+    "Difference for the same seed (or ratio, or value): mean ± standard error over the seeds and "
+    "the test samples. A comparison holds if the 95 % confidence interval (Student's t) is within "
+    "the bound, and does not hold if it is outside. If the number of test samples is unknown, the "
+    "error covers only the seeds."
 )
 TAU = (
     "Kendall's τ compares the order of the rows with the paper's order: 1 if they are equal, -1 "
@@ -75,21 +78,25 @@ TAU = (
 
 
 class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """Comparison of two cells for a claim: their difference, paired by seed, and its errors.
+    """Comparison of cells for a claim: their difference, paired by seed, and its errors.
 
-    The outcome is not stored, so that a stored table always has the outcome that
-    `fedhet.report.differences` defines.
+    Bounds and outcome are not stored, so that a stored table always has the bounds in the table's
+    declaration, and the outcome that `fedhet.report.differences` defines.
     """
 
+    stated: Claim = Field(exclude=True)
+    """Declaration of the claim."""
     claim: str
     where: str
     above: str
+    """Name of the first cell, or names separated by " + " if cells are added."""
     below: str
-    at_least: float = 0.0
-    """Difference that the claim states."""
+    """Name of the second cell, or "" if the claim is about the value of the first cell."""
+    ratio: bool = False
+    """Whether `difference` is the ratio of the cells."""
     difference: float | None = None
-    """Mean difference over the seeds, in the unit of the published numbers, or None if not
-    measured."""
+    """Mean difference, ratio, or value over the seeds, in the unit of the published numbers, or
+    None if not measured."""
     seed_error: float | None = None
     """Standard error of `difference` over the seeds."""
     seeds: int = 0
@@ -106,13 +113,31 @@ class Comparison(BaseModel, frozen=True, extra="forbid"):
             return Difference(n=self.seeds)
         known = isinstance(self.test_samples, int)
         samples = float(self.test_samples) if known else None  # type: ignore[arg-type]
-        error = self.unit * sample_error(self.difference / self.unit, samples) if samples else 0.0
+        # For the value of an accuracy, the difference from 1 has the error of a binomial fraction.
+        # For ratios, whose denominator is at most 1, this error is a lower bound.
+        is_value = self.ratio or not self.below
+        shift = self.difference / self.unit - is_value
+        error = self.unit * sample_error(shift, samples) if samples else 0.0
         return Difference(self.difference, self.seed_error, self.seeds, error, samples)
 
     @property
     def outcome(self) -> str:
         """Outcome of the claim in this comparison, one of `OUTCOMES`."""
-        return self.measured.outcome(self.at_least)
+        return self.measured.outcome(*self.stated.bounds)
+
+    @property
+    def cells(self) -> str:
+        """Cells of the comparison, e.g. "IID: Velo against Felo"."""
+        against = f"{' divided by ' if self.ratio else ' against '}{self.below}"
+        return f"{self.where}: {self.above}{against if self.below else ''}"
+
+    @property
+    def text(self) -> str:
+        """Difference, ratio, or value with its standard error, or "" if it is not measured."""
+        if self.difference is None:
+            return ""
+        sign = "" if self.ratio or not self.below else "+"
+        return f"{self.difference:{sign}.2f} ± {self.measured.se:.2f}"
 
 
 Measured = tuple[float | None, float | None]
@@ -148,6 +173,26 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     test_samples: dict[str, int | Literal["unknown"] | None] = Field(default_factory=dict)
     """Smallest number of test samples in each column, or None for columns without accuracies."""
     comparisons: list[Comparison] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _claims_are_declared(cls, content: Any) -> Any:
+        """Add the declaration of the claim to each stored comparison."""
+        if not isinstance(content, dict) or content.get("table") not in table_names():
+            return content
+        name, size = content["table"], content.get("size")
+        declared = [(_key(*each), each[0]) for each in _compared(read_table(name), size)]
+        for stored in content.get("comparisons", ()):
+            if isinstance(stored, dict):
+                key = {"ratio": False} | stored
+                claims = [claim for fields, claim in declared if fields.items() <= key.items()]
+                if not claims:
+                    raise ValueError(
+                        f"expected comparisons of declared claims, got {key}. Repeat `fedhet table "
+                        f"{name} --size {size}`, which reuses finished runs."
+                    )
+                stored["stated"] = claims[0]
+        return content
 
     @property
     def file_name(self) -> str:
@@ -198,7 +243,10 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
                 for row, cells in self.model_dump()["cells"].items()
             ],
             "comparisons": [
-                json.dumps(each.model_dump(), ensure_ascii=False) for each in self.comparisons
+                json.dumps(
+                    each.model_dump(exclude=None if each.ratio else {"ratio"}), ensure_ascii=False
+                )
+                for each in self.comparisons
             ],
         }
         short = self.model_dump(exclude={*long, *(() if self.selected else ("selected",))})
@@ -276,7 +324,7 @@ def collect(plan: Plan) -> Results:
             column.name: _fewest(each for (_, name), each in cells.items() if name == column.name)
             for column in plan.table.columns_in(plan.size)
         },
-        comparisons=_compare(plan.table, cells),
+        comparisons=_compare(plan.table, plan.size, cells),
     )
     return Results(plan, cells, result)
 
@@ -298,37 +346,56 @@ def _fewest(cells: Iterable[Measurements]) -> int | Literal["unknown"] | None:
     return min((each for each in counts if each != "unknown"), default=None)
 
 
-def _compare(table: PaperTable, cells: Mapping[Place, Measurements]) -> list[Comparison]:
-    """Compare each claim with the measurements, for each pair of names that the claim compares.
+def _compared(table: PaperTable, size: Size) -> Iterator[tuple[Claim, str, list[str], list[str]]]:
+    """Yield each comparison at a size: the claim, the place, and the names on both sides.
 
     If a claim compares rows, there is one comparison per pair and column. If it compares columns,
     there is one comparison per pair and row.
     """
-    comparisons = []
+    lines = [[line.name for line in part] for part in (table.rows_in(size), table.columns_in(size))]
     for claim in table.claims:
-        by_rows = claim.of == "rows"
-        places = dict.fromkeys(column if by_rows else row for row, column in cells)
+        names, places = lines if claim.of == "rows" else lines[::-1]
         tested = [place for place in places if not claim.where or place in claim.where]
-        for where, above, below in product(tested, claim.above, claim.below):
-            ends = [(name, where) if by_rows else (where, name) for name in (above, below)]
-            if above == below or not all(end in cells for end in ends):
-                continue
-            first, second = (cells[end] for end in ends)
-            d = paired_difference(first.values, second.values)
-            comparison = Comparison(
-                claim=claim.says,
-                where=where,
-                above=above,
-                below=below,
-                at_least=claim.at_least,
-                difference=_rounded(d.mean),
-                seed_error=_rounded(d.seed_error),
-                seeds=d.n,
-                test_samples=_fewest([first, second]),
-                unit=first.unit,
-            )
-            comparisons.append(comparison)
+        for where, (above, below) in product(tested, claim.pairs):
+            if {*above, *below} <= {*names}:
+                yield claim, where, above, below
+
+
+def _key(claim: Claim, where: str, above: list[str], below: list[str]) -> dict[str, str | bool]:
+    """Return the fields of a comparison that identify it."""
+    joined = {"above": " + ".join(above), "below": " + ".join(below)}
+    return {"claim": claim.says, "where": where, **joined, "ratio": claim.ratio}
+
+
+def _compare(
+    table: PaperTable, size: Size, cells: Mapping[Place, Measurements]
+) -> list[Comparison]:
+    """Compare each claim with the measurements."""
+    comparisons = []
+    for claim, where, *sides in _compared(table, size):
+        above, below = (
+            [cells[(name, where) if claim.of == "rows" else (where, name)] for name in side]
+            for side in sides
+        )
+        first = _total(above)
+        second = _total(below) if below else 0 * first
+        d = paired_ratio(first, second) if claim.ratio else paired_difference(first, second)
+        comparison = Comparison(
+            stated=claim,
+            **_key(claim, where, *sides),
+            difference=_rounded(d.mean),
+            seed_error=_rounded(d.seed_error),
+            seeds=d.n,
+            test_samples=_fewest([*above, *below]),
+            unit=1.0 if claim.ratio else above[0].unit,
+        )
+        comparisons.append(comparison)
     return comparisons
+
+
+def _total(cells: Sequence[Measurements]) -> pd.Series:
+    """Add the values of the cells for each seed; NaN if a cell lacks the seed."""
+    return pd.concat([each.values for each in cells], axis=1).sum(axis=1, skipna=False)
 
 
 def _kendall(cells: Mapping[Place, Measurements], column: str) -> float:
@@ -434,7 +501,7 @@ def write_latex(results: Results, out: Path) -> Path:
     """Write the table and its claims to NAME-SIZE.tex, and return the file's path.
 
     In each column of scores, the best value is bold and the second-best value is underlined. A
-    dagger marks differences whose confidence interval excludes zero.
+    dagger marks comparisons that hold or do not hold.
     """
     plan, result = results.plan, results.result
     # Map columns of scores to 1 if higher numbers are better, or to -1 otherwise.
@@ -453,7 +520,7 @@ def write_latex(results: Results, out: Path) -> Path:
     caption = f"{plan.table.title}. {legend} {result.about(plan.table)}{unit}"
     parts = [LATEX_HEAD, captioned(tabular(cells(result, plan.table), scored), caption)]
     if result.comparisons:
-        mark = f"{DIFFERENCES} {MARK}: the interval excludes zero.{unit}"
+        mark = f"{DIFFERENCES} {MARK}: the comparison holds, or does not hold.{unit}"
         parts.append(captioned(tabular(claims(result), {"difference": 0}, clear), mark))
     return write_text(out / f"{plan.name}-{plan.size}.tex", "\n".join(parts))
 
@@ -530,40 +597,42 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: boo
 
 
 def outcomes(result: TableResult) -> Cells:
-    """Build a table with one row per claim: the number of comparisons by outcome."""
-    counts: dict[str, Counter[str]] = {}
+    """Build a table with one row per claim: its bounds, and its comparisons by outcome."""
+    found: dict[str, list[Comparison]] = {}
     for each in result.comparisons:
-        counts.setdefault(each.claim, Counter())[each.outcome] += 1
+        found.setdefault(each.claim, []).append(each)
+    counts = [Counter(each.outcome for each in group) for group in found.values()]
     return Cells(
         {
-            "claim": [Cell(claim) for claim in counts],
-            **{name: [Cell(str(count[name])) for count in counts.values()] for name in OUTCOMES},
-        }
+            "claim": [Cell(claim) for claim in found],
+            "bound": [Cell(bounds(each.stated for each in group)) for group in found.values()],
+            **{name: [Cell(str(count[name])) for count in counts] for name in OUTCOMES},
+        },
+        words=2,
     )
 
 
+def bounds(claims: Iterable[Claim]) -> str:
+    """Return the bounds of the claims with the same sentence, e.g. "above 0; at most 6"."""
+    return "; ".join(dict.fromkeys(claim.bound for claim in claims))
+
+
 def claims(result: TableResult) -> Cells:
-    """Build a table with one row per comparison: claim, place, difference, and outcome."""
+    """Build a table with one row per comparison: claim, bound, cells, difference, and outcome."""
     found = result.comparisons
     return Cells(
         {
             "claim": [Cell(each.claim) for each in found],
-            "where": [Cell(f"{each.where}: {each.above} against {each.below}") for each in found],
-            "difference": [
-                Cell(
-                    ""
-                    if each.difference is None
-                    else f"{each.difference:+.2f} ± {each.measured.se:.2f}"
-                )
-                for each in found
-            ],
+            "bound": [Cell(each.stated.bound) for each in found],
+            "where": [Cell(each.cells) for each in found],
+            "difference": [Cell(each.text) for each in found],
             "seeds": [Cell(str(each.seeds)) for each in found],
             "test samples": [
                 Cell("–" if each.test_samples is None else str(each.test_samples)) for each in found
             ],
             f"holds on {result.data}?": [Cell(each.outcome) for each in found],
         },
-        words=2,
+        words=3,
     )
 
 

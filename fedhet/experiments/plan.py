@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -153,18 +153,79 @@ class PlaceSettings(Line):
 
 
 class Claim(_Part):
-    """Claim of the paper that each value in `above` is greater than each value in `below`."""
+    """Claim of the paper: a sentence, and bounds that make the sentence a test.
 
-    at_least: float = 0.0
-    """Difference that the claim states, in the unit of the published numbers; 0 if the paper claims
-    only a direction."""
+    The bounds apply to the difference between each value in `above` and each value in `below`, to
+    their ratio, or, without `below`, to each value in `above` itself. A claim without bounds states
+    a direction: each value in `above` is greater. Claims with the same sentence have one verdict.
+    """
+
     says: str
-    above: list[str] = Field(min_length=1)
-    below: list[str] = Field(min_length=1)
+    above: list[str] = Field(default_factory=list)
+    below: list[str] = Field(default_factory=list)
+    ascending: list[str] = Field(default_factory=list)
+    """Names in the order of their values, instead of `above` and `below`. Each name is compared
+    with the previous name."""
+    together: bool = False
+    """Whether the values in `above` are added, and the values in `below`, before the comparison."""
+    ratio: bool = False
+    """Whether the bounds apply to the ratio of the values instead of their difference."""
+    at_least: float | None = None
+    """Lower bound, in the unit of the published numbers (or a ratio)."""
+    at_most: float | None = None
+    """Upper bound, in the unit of the published numbers (or a ratio)."""
+    holds_in: Literal["all", "most"] | None = None
+    """Whether the sentence says that the claim holds in all of its comparisons, or in more than
+    half of them. Without such words, it must hold in all comparisons."""
     of: Literal["rows", "columns"] = "rows"
     """Whether rows are compared within each column, or columns within each row."""
     where: list[str] = Field(default_factory=list)
     """Columns (or rows) for which the paper makes the claim; an empty list means all of them."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound."""
+        if self.at_least is None and self.at_most is None:
+            return float(self.ratio), math.inf
+        low, high = self.at_least, self.at_most
+        return -math.inf if low is None else low, math.inf if high is None else high
+
+    @property
+    def bound(self) -> str:
+        """Bounds in words, e.g. "at least 6", "-13 to 0", or "ratio 0.06 to 0.1"."""
+        low, high = self.bounds
+        if math.isinf(high):
+            words = f"{'above' if self.at_least is None else 'at least'} {low:g}"
+        else:
+            words = f"at most {high:g}" if math.isinf(low) else f"{low:g} to {high:g}"
+        quantity = "ratio " if self.ratio else "" if self.below or self.ascending else "value "
+        places = f"in {self.holds_in} comparisons" if self.holds_in else ""
+        sums = "for sums" if self.together else "at each step" if self.ascending else ""
+        return ", ".join(filter(None, (f"{quantity}{words}", sums, places)))
+
+    @property
+    def pairs(self) -> list[tuple[list[str], list[str]]]:
+        """Names whose values are added on each side of each comparison."""
+        if self.ascending:
+            return [([above], [below]) for below, above in pairwise(self.ascending)]
+        if self.together:
+            return [(self.above, self.below)]
+        sides = [[name] for name in self.above], [[name] for name in self.below] or [[]]
+        return [(above, below) for above, below in product(*sides) if above != below]
+
+    @model_validator(mode="after")
+    def _is_a_test(self) -> Claim:
+        where = f"claim {self.says!r}"
+        low, high = self.bounds
+        if not low < high:
+            raise ValueError(f"{where}: expected at_least < at_most, got {low:g} and {high:g}")
+        if bool(self.above) == bool(self.ascending) or (self.below and self.ascending):
+            raise ValueError(f"{where}: expected either above (and below) or ascending")
+        if len(self.ascending) == 1:
+            raise ValueError(f"{where}: expected at least 2 names in ascending, got 1")
+        if self.above and not self.below and (self.ratio or (low, high) == (0, math.inf)):
+            raise ValueError(f"{where}: expected below, or a bound of the values in above")
+        return self
 
 
 class PaperTable(_Part):
@@ -199,6 +260,14 @@ class PaperTable(_Part):
         for place in self.places:
             if place.name == row.name and column.name in place.columns:
                 found += place.changes(size)
+        return found
+
+    @property
+    def sentences(self) -> dict[str, list[Claim]]:
+        """Claims by sentence."""
+        found: dict[str, list[Claim]] = {}
+        for claim in self.claims:
+            found.setdefault(claim.says, []).append(claim)
         return found
 
     def metric_of(self, row: Row, column: Line) -> Metric:
@@ -250,8 +319,12 @@ class PaperTable(_Part):
             all_in(place.columns, columns, f"places, {place.name!r}")
         for claim in self.claims:
             ours, theirs = (rows, columns) if claim.of == "rows" else (columns, rows)
-            all_in([*claim.above, *claim.below], ours, f"claim {claim.says!r}")
+            names = [*claim.above, *claim.below, *claim.ascending]
+            all_in(names, ours, f"claim {claim.says!r}")
             all_in(claim.where, theirs, f"claim {claim.says!r}, where")
+        for says, claims in self.sentences.items():
+            if len({claim.holds_in for claim in claims}) > 1:
+                raise ValueError(f"claim {says!r}: expected one value of holds_in")
         return self
 
 

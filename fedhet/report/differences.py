@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 from scipy import special
@@ -169,18 +169,18 @@ class Difference:
             return NAN
         return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.mean) / self.se))
 
-    def outcome(self, at_least: float = 0.0) -> str:
-        """Return the outcome of the claim that the difference exceeds `at_least`.
+    def outcome(self, at_least: float = 0.0, at_most: float = math.inf) -> str:
+        """Return the outcome of the claim that the difference is between two bounds.
 
-        The claim holds if the confidence interval is above `at_least`, and does not hold if it is
-        below. Otherwise, the difference is within noise.
+        The claim holds if the confidence interval is between the bounds, and does not hold if it is
+        below the lower or above the upper bound. Otherwise, the difference is within noise.
         """
         if math.isnan(self.mean):
             return "not measured"
-        above = self.mean - at_least
-        if abs(above) <= self.margin:
-            return "within noise"
-        return "holds" if above > 0 else "does not hold"
+        low, high = self.mean - self.margin, self.mean + self.margin
+        if at_least < low and high < at_most:
+            return "holds"
+        return "does not hold" if high < at_least or at_most < low else "within noise"
 
 
 def paired_difference(
@@ -203,6 +203,20 @@ def paired_difference(
     seed_error = float(differences.sem(ddof=1)) if differences.nunique() > 1 else 0.0
     floor = 0.0 if samples is None else unit * sample_error(mean / unit, samples)
     return Difference(mean, seed_error, count, floor, samples, per_seed)
+
+
+def paired_ratio(scores: pd.Series, baseline: pd.Series) -> Difference:
+    """Compute the mean of `scores` divided by the mean of `baseline`, over their shared seeds.
+
+    The standard error of the ratio r is the error of `scores - r * baseline`, divided by the mean
+    of `baseline` (Cochran, Sampling Techniques, 1977, Section 2.11).
+    """
+    shared = scores.dropna().index.intersection(baseline.dropna().index)
+    mean = baseline[shared].mean()
+    ratio = scores[shared].mean() / mean
+    rest = paired_difference(scores[shared], ratio * baseline[shared])
+    is_known = not math.isnan(rest.mean)
+    return replace(rest, mean=ratio if is_known else NAN, seed_error=rest.seed_error / abs(mean))
 
 
 def p_value(difference: Difference, test: str) -> float:
