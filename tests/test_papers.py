@@ -24,7 +24,13 @@ from fedhet.cli.options import read_seeds
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.experiments import plan as planning
-from fedhet.experiments.paper import as_markdown, collect, overview, write_latex
+from fedhet.experiments.paper import (
+    as_markdown,
+    collect,
+    overview,
+    write_latex,
+    write_results,
+)
 from fedhet.experiments.plan import (
     SIZES,
     PaperTable,
@@ -371,6 +377,23 @@ def test_presets_and_settings_of_other_methods(tmp_path):
             "expected one of own, all, all, longer",
         ),
         ('name = "together"\ncolumns', 'name = "apart"\ncolumns', "expected one of alone"),
+        ("[[claims]]", "[[claims]]\nat_least = 2\nat_most = 1", "at_least < at_most, got 2 and 1"),
+        ("[[claims]]", "[[claims]]\nat_most = -1\nat_least = -1", "at_least < at_most, got -1"),
+        ('below = ["alone"]', "", "expected below, or a bound of the values in above"),
+        ('below = ["alone"]', "ratio = true\nat_least = 2", "expected below"),
+        ("[[claims]]", '[[claims]]\nascending = ["alone", "together"]', "either above .* or asc"),
+        ('above = ["together"]\nbelow = ["alone"]', 'ascending = ["alone"]', "at least 2 names"),
+        (
+            'above = ["together"]\nbelow = ["alone"]',
+            'ascending = ["alone", "felo"]',
+            "expected one of alone, together, got 'felo'",
+        ),
+        (
+            "[[claims]]",
+            '[[claims]]\nsays = "together is better"\nholds_in = "most"\nabove = ["alone"]\n'
+            'below = ["together"]\n\n[[claims]]',
+            "expected one value of holds_in",
+        ),
     ],
 )
 def test_invalid_table_raises(old, new, fault, tmp_path, monkeypatch):
@@ -408,9 +431,9 @@ def place(directory, **changes):
     made.rename(directory)
 
 
-def written(tmp_path, tops, **changes):
+def written(tmp_path, tops, text=TABLE, **changes):
     """Write synthetic runs with the accuracies `tops` [row][seed]; return the results."""
-    found = plan("x", table(), "tiny", [0, 1, 2], tmp_path)
+    found = plan("x", table(text), "tiny", [0, 1, 2], tmp_path)
     for row, cell in {c.row.name: c for c in found.cells if c.column.name == "all"}.items():
         for seed, top in enumerate(tops[row]):
             if top is not None:
@@ -467,6 +490,118 @@ def test_claim_holds_if_the_interval_excludes_zero(tops, outcome, tmp_path):
         assert found.seed_error == pytest.approx(each.std(ddof=1) / np.sqrt(3), abs=1e-4)
         assert found.test_samples == 359, "of digits, the dataset of the synthetic runs"
         assert found.measured.se > found.seed_error
+
+
+def claimed(lines):
+    """Return the table with another claim about the column `all`."""
+    return (
+        TABLE.partition("[[claims]]")[0]
+        + f"""
+[[claims]]
+says = "all that glitters"
+where = ["all"]
+{lines}
+"""
+    )
+
+
+PAIR = 'above = ["together"]\nbelow = ["alone"]\n'
+TOPS = {"alone": [0.3, 0.31, 0.32], "together": [0.9, 0.9, 0.92]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "formula", "bound", "outcome"),
+    [
+        (PAIR, lambda a, b: b - a, "above 0", "holds"),
+        (PAIR + "at_least = 90", lambda a, b: b - a, "at least 90", "does not hold"),
+        (PAIR + "at_most = 90", lambda a, b: b - a, "at most 90", "holds"),
+        (PAIR + "at_most = -2.5", lambda a, b: b - a, "at most -2.5", "does not hold"),
+        (PAIR + "at_least = 10\nat_most = 90", lambda a, b: b - a, "10 to 90", "holds"),
+        (PAIR + "ratio = true", lambda a, b: b.mean() / a.mean(), "ratio above 1", "holds"),
+        (
+            PAIR + "ratio = true\nat_least = 0.06\nat_most = 0.1",
+            lambda a, b: b.mean() / a.mean(),
+            "ratio 0.06 to 0.1",
+            "does not hold",
+        ),
+        ('above = ["alone"]\nat_most = 95', lambda a, b: a, "value at most 95", "holds"),
+        ('above = ["alone"]\nat_least = 99', lambda a, b: a, "value at least 99", "does not hold"),
+        (
+            'ascending = ["alone", "together"]',
+            lambda a, b: b - a,
+            "above 0, at each step",
+            "holds",
+        ),
+        (
+            'above = ["together"]\nbelow = ["alone", "alone"]\ntogether = true\nat_most = 99',
+            lambda a, b: b - 2 * a,
+            "at most 99, for sums",
+            "holds",
+        ),
+        (PAIR + 'holds_in = "most"', lambda a, b: b - a, "above 0, in most comparisons", "holds"),
+        (PAIR + 'holds_in = "all"', lambda a, b: b - a, "above 0, in all comparisons", "holds"),
+    ],
+)
+def test_claim_states_a_quantity_and_its_bound(lines, formula, bound, outcome, tmp_path):
+    results = written(tmp_path / "runs", TOPS, claimed(lines))
+    alone, together = (results.cells[row, "all"].values.to_numpy() for row in TOPS)
+    (found,) = results.result.comparisons
+    assert found.difference == pytest.approx(np.mean(formula(alone, together)), abs=1e-4)
+    assert (found.stated.bound, found.outcome) == (bound, outcome)
+    assert found.measured.se > found.seed_error or found.ratio, "few test samples"
+    write_results(results, tmp_path)
+    latex = write_latex(results, tmp_path).read_text()
+    texts = [(tmp_path / f"x-tiny.{kind}").read_text() for kind in ("md", "html")]
+    assert f"| all that glitters | {bound} | 1 |" in texts[0] or outcome != "holds"
+    assert all(text.count(bound) >= count for text, count in zip(texts, (2, 1), strict=True))
+    assert f"all that glitters & {bound} & all: " in latex
+
+
+def test_value_of_an_accuracy_has_the_error_of_a_fraction(tmp_path):
+    lines = 'above = ["alone"]\nat_least = 5'
+    same = {row: [0.3, 0.3, 0.3] for row in TOPS}
+    (found,) = written(tmp_path, same, claimed(lines)).result.comparisons
+    p = found.difference / 100
+    seeds = found.seed_error**2
+    assert found.measured.se == pytest.approx(
+        math.sqrt(seeds + 1e4 * p * (1 - p) / found.test_samples), rel=0.02
+    )
+
+
+def test_steps_of_a_sequence_are_compared_in_order(tmp_path):
+    rows = "".join(f'\n[[rows]]\nname = "r{k}"\nmethod = "local"\n' for k in range(4))
+    text = f'{TABLE}\n[[claims]]\nsays = "up"\nwhere = ["all"]\nascending = ["r2", "r0", "r3"]\n'
+    text = text.replace("[[places]]", f"{rows}\n[[places]]")
+    found = collect(plan("x", table(text), "tiny", [0], tmp_path)).result.comparisons
+    steps = [(each.above, each.below) for each in found if each.claim == "up"]
+    assert steps == [("r0", "r2"), ("r3", "r0")]
+
+
+SETTINGS = {
+    "FedHe, FedMD and FedGKT are worse in non-IID CIFAR-10, with its 20 clients, than in non-IID "
+    "CINIC-10, with 10",
+    "For simpler datasets such as FMNIST, η is 1 more often than for CIFAR-10 and CIFAR-100",
+    "As printed: ε = 0.90 has the lowest accuracy of server and clients",
+    "While F exceeds 30, the performance improvement effect gradually weakens",
+}
+"""Sentences with numbers that are settings, or values whose number is compared."""
+MAGNITUDE = re.compile(
+    r"(?<![-\w])\d|\b(around|about|marginal|consistent|continuous|always|significant|noticeabl|huge"
+    r"|great|hal(f|ve)|comparable|generally|most of|most (samples|classifiers))|(?<!more )obvious"
+)
+
+
+def test_every_claim_about_a_magnitude_declares_more_than_a_direction():
+    claims = [claim for name in table_names() for claim in read_table(name).claims]
+    stated = [claim for claim in claims if MAGNITUDE.search(claim.says)]
+    assert len(stated) > 40
+    assert {claim.says for claim in stated} >= SETTINGS
+    bounds = {}
+    for claim in stated:
+        bounds.setdefault(claim.says, []).append(claim.bound)
+    directions = {says for says, found in bounds.items() if {*found} == {"above 0"}}
+    assert directions <= SETTINGS
+    assert not {says for says, found in bounds.items() if "%" in says and "above 0" in found}
 
 
 def test_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
@@ -618,10 +753,10 @@ def test_markdown_shows_measured_and_printed(tmp_path):
     assert "±" in everywhere
     assert longer.strip() == "–"
     assert "| holds |" in text
-    summary = next(line for line in text.splitlines() if line.startswith("| claim | holds"))
-    assert summary == "| claim | holds | within noise | does not hold | not measured |"
-    counts = text[text.index(summary) :].splitlines()[2].split("|")[2:-1]
-    said = [line.split("|")[-2].strip() for line in text.splitlines() if line.count("|") == 7]
+    summary = next(line for line in text.splitlines() if line.startswith("| claim | bound | holds"))
+    assert summary == "| claim | bound | holds | within noise | does not hold | not measured |"
+    counts = text[text.index(summary) :].splitlines()[2].split("|")[3:-1]
+    said = [line.split("|")[-2].strip() for line in text.splitlines() if line.count("|") == 8]
     names = ("holds", "within noise", "does not hold", "not measured")
     assert [int(count) for count in counts] == [said.count(name) for name in names]
     assert text.count("<details>") == text.count("</details>") == 1

@@ -17,6 +17,7 @@ from fedhet.report.differences import (
     holm,
     p_value,
     paired_difference,
+    paired_ratio,
     sample_error,
     samples_text,
 )
@@ -141,11 +142,60 @@ def test_three_seeds_need_more_than_four_standard_errors():
 
 
 @pytest.mark.parametrize(
-    ("at_least", "outcome"),
-    [(0.0, "holds"), (0.08, "holds"), (0.1, "within noise"), (0.12, "does not hold")],
+    ("bounds", "outcome"),
+    [
+        ((0.0,), "holds"),
+        ((0.08,), "holds"),
+        ((0.1,), "within noise"),
+        ((0.12,), "does not hold"),
+        ((-math.inf, 0.12), "holds"),
+        ((-math.inf, 0.1), "within noise"),
+        ((-math.inf, 0.08), "does not hold"),
+        ((0.08, 0.12), "holds"),
+        ((0.08, 0.1), "within noise"),
+        ((0.1, 0.12), "within noise"),
+        ((0.0999, 0.1001), "within noise"),
+        ((0.0, 0.08), "does not hold"),
+        ((0.12, 0.2), "does not hold"),
+    ],
 )
-def test_difference_is_compared_with_the_stated_difference(at_least, outcome):
-    assert of([0.1, 0.101, 0.099], 100_000).outcome(at_least) == outcome
+def test_difference_is_compared_with_the_stated_bounds(bounds, outcome):
+    assert of([0.1, 0.101, 0.099], 100_000).outcome(*bounds) == outcome
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("side", [0.999, 1.001])
+def test_bound_at_the_end_of_the_interval_decides(sign, side):
+    values = np.array([1.0, 3.0, 5.0])
+    end = 3 + sign * side * stats.t.ppf(0.975, 2) * values.std(ddof=1) / math.sqrt(3)
+    found = of(values)
+    outside = "does not hold" if side > 1 else "within noise"
+    inside = "holds" if side > 1 else "within noise"
+    above, below = found.outcome(at_least=end), found.outcome(-math.inf, end)
+    assert (above, below) == ((outside, inside) if sign > 0 else (inside, outside))
+
+
+def test_equal_values_at_a_bound_are_within_noise():
+    assert of([2.0, 2.0, 2.0]).outcome(at_least=2) == "within noise"
+    assert of([2.0, 2.0, 2.0]).outcome(-math.inf, 2) == "within noise"
+
+
+def test_ratio_of_means_has_the_error_of_a_ratio_estimator():
+    """Leave-one-out (jackknife) estimates the same error from other sums."""
+    rng = np.random.default_rng(0)
+    baseline = rng.normal(50, 2, 40)
+    scores = 0.4 * baseline + rng.normal(0, 0.5, 40)
+    found = paired_ratio(pd.Series(scores), pd.Series(baseline))
+    assert found.mean == pytest.approx(scores.mean() / baseline.mean())
+    left = np.array(
+        [np.delete(scores, k).mean() / np.delete(baseline, k).mean() for k in range(40)]
+    )
+    jackknife = math.sqrt(39 / 40 * ((left - left.mean()) ** 2).sum())
+    assert found.se == pytest.approx(jackknife, rel=0.02)
+    assert found.n == 40
+    assert math.isnan(paired_ratio(pd.Series([1.0]), pd.Series([2.0])).mean)
+    several = paired_ratio(pd.Series([1.0, 2.0, 9.0]), pd.Series({0: 2.0, 1: 4.0, 7: 1.0}))
+    assert (several.mean, several.se, several.n) == (0.5, 0, 2), "of the shared seeds"
 
 
 def test_clients_share_the_common_test_set_and_not_their_own_splits():
