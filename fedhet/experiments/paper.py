@@ -71,6 +71,8 @@ DIFFERENCES = (
     "the bound, and does not hold if it is outside. If the number of test samples is unknown, the "
     "error covers only the seeds."
 )
+KEY = ("claim", "where", "above", "below", "ratio")
+"""Fields that identify a comparison in a table."""
 TAU = (
     "Kendall's τ compares the order of the rows with the paper's order: 1 if they are equal, -1 "
     "if they are reversed."
@@ -180,18 +182,20 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         """Add the declaration of the claim to each stored comparison."""
         if not isinstance(content, dict) or content.get("table") not in table_names():
             return content
-        name, size = content["table"], content.get("size")
+        name: str = content["table"]
+        size: Any = content.get("size")
         declared = [(_key(*each), each[0]) for each in _compared(read_table(name), size)]
-        for stored in content.get("comparisons", ()):
+        listed = content.get("comparisons")
+        for stored in listed if isinstance(listed, list) else ():
             if isinstance(stored, dict):
-                key = {"ratio": False} | stored
-                claims = [claim for fields, claim in declared if fields.items() <= key.items()]
-                if not claims:
+                key = {field: stored.get(field, False) for field in KEY}
+                found = [claim for fields, claim in declared if fields == key]
+                if not found:
                     raise ValueError(
                         f"expected comparisons of declared claims, got {key}. Repeat `fedhet table "
                         f"{name} --size {size}`, which reuses finished runs."
                     )
-                stored["stated"] = claims[0]
+                stored["stated"] = found[0]
         return content
 
     @property
@@ -363,8 +367,8 @@ def _compared(table: PaperTable, size: Size) -> Iterator[tuple[Claim, str, list[
 
 def _key(claim: Claim, where: str, above: list[str], below: list[str]) -> dict[str, str | bool]:
     """Return the fields of a comparison that identify it."""
-    joined = {"above": " + ".join(above), "below": " + ".join(below)}
-    return {"claim": claim.says, "where": where, **joined, "ratio": claim.ratio}
+    sides = " + ".join(above), " + ".join(below)
+    return dict(zip(KEY, (claim.says, where, *sides, claim.ratio), strict=True))
 
 
 def _compare(
