@@ -17,7 +17,7 @@ import pytest
 from federation import records, small
 from interruption import messages_of, until
 from safetensors.numpy import load_file
-from test_faults import bring_back, kill_node, placed
+from test_faults import bring_back, kill_node, placed, training
 
 from fedhet.base.errors import FedhetError
 from fedhet.config.secure import simulated_files, write_simulated
@@ -138,10 +138,9 @@ class Going:
                     each.resume()
 
     def wait_for_training(self, round: int, index: int) -> None:
-        """Wait until a site's process for its reply of a round has started."""
+        """Wait until a site trains in a round."""
         until(lambda: self.group(round) is not None)
-        node = self.sites.processes[site_name(index)]
-        until(lambda: any("clientapp" in each.name() for each in node.children(recursive=True)))
+        training(self.sites, index)
 
     def group(self, round: int) -> list | None:
         """Return the server's request of a round, once it is written."""

@@ -17,6 +17,7 @@ from flwr.common import (
 from flwr.common.constant import ErrorCode
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedhet.server import nodes
@@ -219,6 +220,30 @@ def test_node_that_restarts_before_replying_is_called_again(grid):
     assert second.metadata.ttl < first.metadata.ttl == 3600
     sent = compat.recorddict_to_fitins(second.content, True).parameters
     assert sent == Parameters([b"weights"], JOINED)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_message_is_sent_again_if_an_object_is_rejected(grid, failures):
+    """The SuperLink rejects an object whose request is repeated."""
+    push, rejected = grid.push_messages, []
+
+    def pushed(messages):
+        if len(rejected) < failures:
+            rejected.append(messages[0])
+            raise ObjectPushError("object", 1, "session")
+        return push(messages)
+
+    grid.push_messages = pushed
+    if failures == 3:
+        with pytest.raises(ObjectPushError):
+            asking(grid)
+        assert grid.sent == []
+        return
+    assert asking(grid).num_examples == 7
+    ((_, sent),) = grid.sent
+    assert sent.content == rejected[0].content
+    assert sent.metadata.dst_node_id == 1
+    assert all(sent is not other for other in rejected)
 
 
 def test_arrays_of_an_evaluation_are_joined(grid):

@@ -22,6 +22,7 @@ from flwr.common.constant import ErrorCode
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 from flwr.supercore.inflatable import inflatable_utils
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from fedhet.base.errors import FedhetError, one_line
 from fedhet.wire.knowledge import join
@@ -45,6 +46,8 @@ UNSIGNED = (
     "the site runs only apps that a publisher in its --trusted-entities signed. Sign the run with "
     "the key of such a publisher (`fedhet submit --sign FILE`)."
 )
+MAX_SENDS = 3
+"""Maximum number of times that the transfer of a message to the SuperLink is attempted."""
 MAX_LOST_REPLIES = 3
 """Maximum number of times that a message is sent again because its reply was lost."""
 
@@ -194,9 +197,21 @@ class RetryingGrid:
                 pollers += self._send(_copy(message, remaining))
 
     def _send(self, message: Message) -> list[ReplyPoller]:
-        with self._transfers.turn():
-            message_ids = list(self._grid.push_messages([message]))
-        return [ReplyPoller(self._grid, each, self._transfers) for each in message_ids]
+        """Send a message, and a copy of it if Flower cannot transfer all of its objects.
+
+        On a busy machine, a request to store an object may be repeated after it has succeeded, and
+        the SuperLink rejects the second request.
+        """
+        for attempt in range(1, MAX_SENDS + 1):
+            try:
+                with self._transfers.turn():
+                    message_ids = list(self._grid.push_messages([message]))
+                return [ReplyPoller(self._grid, each, self._transfers) for each in message_ids]
+            except ObjectPushError:
+                if attempt == MAX_SENDS:
+                    raise
+                message = _copy(message, message.metadata.ttl)
+        raise AssertionError("unreachable")
 
 
 def _copy(message: Message, ttl: float) -> Message:
