@@ -568,6 +568,17 @@ def test_value_of_an_accuracy_has_the_error_of_a_fraction(tmp_path):
     )
 
 
+def test_ratio_of_accuracies_has_the_error_of_the_fewest_discordant_samples(tmp_path):
+    """Agresti and Min, from the counts [both, first only, second only, neither]."""
+    tops = {"alone": [0.8, 0.81, 0.8], "together": [0.9, 0.9, 0.91]}
+    (found,) = written(tmp_path, tops, claimed(PAIR + "ratio = true")).result.comparisons
+    discordant = (found.difference - 1) * found.test_samples
+    counts = np.array([found.test_samples - discordant, discordant, 0, 0]) + 0.5
+    p, value = counts / counts.sum(), np.array([0, 1, -1, 0])
+    floor = (p @ value**2 - (p @ value) ** 2) / counts.sum()
+    assert found.measured.se == pytest.approx(math.sqrt(found.seed_error**2 + floor))
+
+
 def test_steps_of_a_sequence_are_compared_in_order(tmp_path):
     rows = "".join(f'\n[[rows]]\nname = "r{k}"\nmethod = "local"\n' for k in range(4))
     text = f'{TABLE}\n[[claims]]\nsays = "up"\nwhere = ["all"]\nascending = ["r2", "r0", "r3"]\n'
@@ -596,12 +607,17 @@ def test_every_claim_about_a_magnitude_declares_more_than_a_direction():
     stated = [claim for claim in claims if MAGNITUDE.search(claim.says)]
     assert len(stated) > 40
     assert {claim.says for claim in stated} >= SETTINGS
-    bounds = {}
     for claim in stated:
-        bounds.setdefault(claim.says, []).append(claim.bound)
-    directions = {says for says, found in bounds.items() if {*found} == {"above 0"}}
-    assert directions <= SETTINGS
-    assert not {says for says, found in bounds.items() if "%" in says and "above 0" in found}
+        low, high = claim.bounds
+        is_direction = high == math.inf and low == claim.ratio
+        scope = claim.ascending or claim.together or claim.holds_in
+        others = [each for each in claims if each.says == claim.says and each is not claim]
+        has_bound = any(each.bounds != (each.ratio, math.inf) for each in others)
+        assert not is_direction or scope or has_bound or claim.says in SETTINGS, claim.says
+        if re.search("around|about|marginal|halves", claim.says):
+            assert math.isfinite(low + high), claim.says
+        if "%" in claim.says:
+            assert not is_direction, claim.says
 
 
 def test_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
