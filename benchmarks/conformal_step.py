@@ -13,6 +13,11 @@ exceeds the bound. The second is the time of an epoch relative to the same epoch
 the step. On a CPU, both ratios use the CPU time of one thread. The benchmark also prints the
 milliseconds to compute both models' prediction sets and eta, for a batch of 1024 samples with 100
 classes.
+
+The last lines are the rows of Table 9 in the paper: the seconds of an epoch of each model, in the
+alternating order of the authors' code, for batches of 16. The private model learns with FedType's
+loss or with symmetric distillation, and the proxy with FedType's loss or with cross-entropy alone.
+The ratios in parentheses are the extremes over the paper's four datasets.
 """
 
 from __future__ import annotations
@@ -32,9 +37,16 @@ from fedhet.algorithms.conformal import Raps, calibrate, consensus, prediction_s
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.clients.fedtype import FedTypeClient, Reciprocity
 from fedhet.config.resolve import resolve
+from fedhet.data.dataset import Split
+
+TABLE_9 = {"private model": ("symmetric distillation", 1.07, 1.16),
+           "proxy": ("cross-entropy alone", 1.16, 1.46)}  # fmt: skip
+"""Row with which Table 9 compares each model, and the extremes of its ratios in the paper."""
 
 
-def fedtype_client(folder: Path, batch: int, backward: str, device: str) -> FedTypeClient:
+def fedtype_client(
+    folder: Path, batch: int, backward: str, device: str, order: str = "joint"
+) -> FedTypeClient:
     """Return a FedType client with the images in `folder`."""
     config = resolve(
         {
@@ -47,6 +59,7 @@ def fedtype_client(folder: Path, batch: int, backward: str, device: str) -> FedT
             "engine.device": device,
             "fedtype.proxy": "shufflenet-v2",
             "fedtype.backward": backward,
+            "fedtype.order": order,
         }
     )
     client = open_client(config, folder / "state")
@@ -91,6 +104,55 @@ def one_epoch(client: FedTypeClient) -> Callable[[], object]:
     model = client.models["proxy"]
     learning = Reciprocity(client, LocalModel(model, model.state_dict()), 1)
     return lambda: learning.run_epoch(0)
+
+
+def epochs_of_each_model(
+    client: FedTypeClient, symmetric: FedTypeClient
+) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """Return functions that train a model for an epoch: with FedType, and as in `TABLE_9`."""
+
+    def epoch(learning: Reciprocity, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        client, order = learning.client, learning.order
+        samples = Split(client.x, client.y)
+        client.train_own(loss_of, learning.private, learning.optimizing, order, samples, epochs=1)
+
+    def private(learning: Reciprocity) -> None:
+        if learning.settings.backward == "conformal":
+            learning.calibrate()
+        epoch(learning, learning.private_loss)
+
+    ours, theirs = (
+        Reciprocity(each, LocalModel(model, model.state_dict()), 1)
+        for each in (client, symmetric)
+        for model in [each.models["proxy"]]
+    )
+    return {
+        "private model": (lambda: private(ours), lambda: private(theirs)),
+        "proxy": (
+            lambda: epoch(ours, ours.proxy_loss),
+            lambda: epoch(ours, lambda x, y: ours.supervised(ours.proxy.logits(x), y)),
+        ),
+    }
+
+
+def measure_table_9(samples: int, pairs: int, device: str) -> None:
+    """Print the rows of Table 9: seconds of an epoch of batches of 16, and ratios of two rows."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "images"
+        write_images(folder, 1, samples, (3, 32, 32))
+        ours, theirs = (
+            fedtype_client(folder, 16, backward, device, order="alternating")
+            for backward in ("conformal", "symmetric")
+        )
+        for model, both in epochs_of_each_model(ours, theirs).items():
+            reference, low, high = TABLE_9[model]
+            times = [[seconds(work, clock) for work in both] for _ in range(pairs + 1)]
+            rows = zip(*times[1:], strict=True)  # the first epochs warm up
+            for row, found in zip(("FedType", reference), rows, strict=True):
+                show(f"{model}, {row}, seconds", sorted(found))
+            found = sorted(fedtype / other for fedtype, other in times[1:])
+            show(f"{model}, ratio (paper {low} to {high})", found)
 
 
 def sets_of_a_batch(device: str) -> float:
@@ -139,6 +201,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     measure(chosen.samples, chosen.pairs, chosen.device)
+    measure_table_9(chosen.samples, chosen.pairs, chosen.device)
 
 
 if __name__ == "__main__":

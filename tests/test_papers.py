@@ -180,9 +180,13 @@ def test_every_table_and_figure_is_reproduced_or_listed_as_missing():
         for name in table_names()
         for part in parts_in(read_table(name).source)
     }
+    # The list of figures by other commands names a paper and its parts, as in "FedType, Fig. 7: ".
     missing = [
         (paper, part)
-        for paper, parts in re.findall(r"^- ([\w -]+): (.*)$", text, re.MULTILINE)
+        for paper, parts in (
+            *re.findall(r"^- ([\w -]+): (.*)$", text, re.MULTILINE),
+            *re.findall(r"^- ([\w -]+), ([^:\n]*): ", text, re.MULTILINE),
+        )
         if paper in HAS
         for part in parts_in(parts)
     ]
@@ -413,7 +417,7 @@ def test_name_selects_a_table_a_paper_or_all():
     assert tables_of("all") == known
     assert tables_of("felo-2") == ["felo-2"]
     assert tables_of("felo") == [name for name in known if name.startswith("felo")]
-    assert len(tables_of("um-pfssl")) == 11
+    assert len(tables_of("um-pfssl")) == 12
     assert tables_of("adapters") == ["fedlora-adapters-agnews", "fedlora-adapters-cifar10"]
     for wrong in ("fel", "felo-", "", "2", "adapter"):
         with pytest.raises(SettingsError, match="unknown table"):
@@ -757,6 +761,29 @@ def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
     results = collect(found)
     squares = [number**2 for number in range(1, len(records) + 1)]
     assert results.cells[cell.row.name, "all"].values.mean() == pytest.approx(np.mean(squares))
+
+
+def test_column_in_percent_of_a_row(tmp_path):
+    """The values of each seed are divided by the row's value of the same seed."""
+    text = TABLE.replace(
+        'name = "all"\n', 'name = "all"\nmetric = "bytes/up"\npercent_of = "alone"\n'
+    )
+    found = plan("x", table(text), "tiny", [0, 1, 2], tmp_path)
+    cells = {cell.row.name: cell for cell in found.cells if cell.column.name == "all"}
+    sent: dict[str, list[float]] = {}
+    for row, cell in cells.items():
+        for seed in (0, 1) if row == "together" else (0, 1, 2):
+            directory = cell.runs[seed].directory
+            place(directory, seed=seed, noise=len(row))
+            lines = (directory / "metrics.jsonl").read_text().splitlines()
+            sent.setdefault(row, []).append(sum(json.loads(line)["bytes_up"] for line in lines))
+    cells = collect(found).cells
+    assert cells["alone", "all"].values.tolist() == [100, 100, 100]
+    ratios = [100 * a / b for a, b in zip(sent["together"], sent["alone"], strict=False)]
+    assert cells["together", "all"].values.tolist() == pytest.approx(ratios)
+    assert all(abs(each - 100) > 1 for each in ratios)
+    with pytest.raises(ValueError, match="column 'all', percent_of: expected one of alone"):
+        table(text.replace('percent_of = "alone"', 'percent_of = "apart"'))
 
 
 def test_markdown_shows_measured_and_printed(tmp_path):

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -303,6 +303,12 @@ def collect(plan: Plan) -> Results:
             count = smallest(_test_samples(finished[seed], cell.metric) for seed in series.index)
             samples = "unknown" if count is None else round(count)
         cells[cell.row.name, cell.column.name] = Measurements(cell, series, unit, samples)
+    for column in plan.table.columns_in(plan.size):
+        if whole := cells.get((column.percent_of, column.name)):
+            for row in plan.table.rows_in(plan.size):
+                each = cells[row.name, column.name]
+                percent = 100 * (each.values / whole.values).dropna()
+                cells[row.name, column.name] = replace(each, values=percent, samples=None)
     runs = [run for run in plan.runs if run.finished]
     origins = [read_if_exists(run.directory / "run.json", Origin) or Origin() for run in runs]
     measured: dict[str, dict[str, Measured]] = {}
@@ -589,7 +595,8 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: boo
     for column in table.columns_in(result.size):
         shown = []
         for row in rows:
-            mean, std = result.cells[row.name][column.name]
+            # A stored result may be older than a row or column.
+            mean, std = result.cells.get(row.name, {}).get(column.name, (None, None))
             hidden = std is None or brief
             spread = "" if hidden else f" ± {_number(std, digits)}"
             printed, _ = row.printed_in(column.name)

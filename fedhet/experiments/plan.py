@@ -146,6 +146,13 @@ class Row(Line):
         return printed, None
 
 
+class Column(Line):
+    """Column of a table."""
+
+    percent_of: str = ""
+    """Row whose value is 100 % in this column, or "" if the column has other units."""
+
+
 class PlaceSettings(Line):
     """Settings for the row `name` that apply only in the given columns."""
 
@@ -242,7 +249,7 @@ class PaperTable(_Part):
     """Notes on the table, such as omitted rows and the reasons."""
     sizes: dict[Size, Scale]
     rows: list[Row] = Field(min_length=1)
-    columns: list[Line] = Field(min_length=1)
+    columns: list[Column] = Field(min_length=1)
     places: list[PlaceSettings] = Field(default_factory=list)
     claims: list[Claim] = Field(default_factory=list)
 
@@ -250,7 +257,7 @@ class PaperTable(_Part):
         """Return the table's rows for a size."""
         return [row for row in self.rows if size in row.sizes]
 
-    def columns_in(self, size: Size) -> list[Line]:
+    def columns_in(self, size: Size) -> list[Column]:
         """Return the table's columns for a size."""
         return [column for column in self.columns if size in column.sizes]
 
@@ -314,6 +321,8 @@ class PaperTable(_Part):
             all_in(row.printed, columns, f"row {row.name!r}, printed")
             for column in self.columns:
                 _is_metric(self.metric_of(row, column))
+        for column in self.columns:
+            all_in(filter(None, [column.percent_of]), rows, f"column {column.name!r}, percent_of")
         for place in self.places:
             all_in([place.name], rows, "places, name")
             all_in(place.columns, columns, f"places, {place.name!r}")
