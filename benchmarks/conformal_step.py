@@ -151,8 +151,8 @@ def measure_table_9(samples: int, pairs: int, device: str) -> None:
             rows = zip(*times[1:], strict=True)  # the first epochs warm up
             for row, found in zip(("FedType", reference), rows, strict=True):
                 show(f"{model}, {row}, seconds", sorted(found))
-            found = sorted(fedtype / other for fedtype, other in times[1:])
-            show(f"{model}, ratio (paper {low} to {high})", found)
+            factors = sorted(fedtype / other for fedtype, other in times[1:])
+            show(f"{model}, ratio (paper {low} to {high})", factors)
 
 
 def sets_of_a_batch(device: str) -> float:

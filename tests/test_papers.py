@@ -595,7 +595,8 @@ def test_steps_of_a_sequence_are_compared_in_order(tmp_path):
 SETTINGS = {
     "FedHe, FedMD and FedGKT are worse in non-IID CIFAR-10, with its 20 clients, than in non-IID "
     "CINIC-10, with 10",
-    "For simpler datasets such as FMNIST, η is 1 more often than for CIFAR-10 and CIFAR-100",
+    "For simpler datasets such as FMNIST and Fed-ISIC19, η is 1 more often than for CIFAR-10 and "
+    "CIFAR-100",
     "As printed: ε = 0.90 has the lowest accuracy of server and clients",
     "While F exceeds 30, the performance improvement effect gradually weakens",
 }

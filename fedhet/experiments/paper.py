@@ -303,12 +303,13 @@ def collect(plan: Plan) -> Results:
             count = smallest(_test_samples(finished[seed], cell.metric) for seed in series.index)
             samples = "unknown" if count is None else round(count)
         cells[cell.row.name, cell.column.name] = Measurements(cell, series, unit, samples)
-    for column in plan.table.columns_in(plan.size):
-        if whole := cells.get((column.percent_of, column.name)):
-            for row in plan.table.rows_in(plan.size):
-                each = cells[row.name, column.name]
-                percent = 100 * (each.values / whole.values).dropna()
-                cells[row.name, column.name] = replace(each, values=percent, samples=None)
+    wholes = {each.name: each.percent_of for each in plan.table.columns_in(plan.size)}
+    divided = {
+        place: replace(each, values=100 * (each.values / whole.values).dropna(), samples=None)
+        for place, each in cells.items()
+        if (whole := cells.get((wholes[place[1]], place[1])))
+    }
+    cells |= divided
     runs = [run for run in plan.runs if run.finished]
     origins = [read_if_exists(run.directory / "run.json", Origin) or Origin() for run in runs]
     measured: dict[str, dict[str, Measured]] = {}

@@ -153,6 +153,7 @@ SPEC = MethodSpec(
         "replaced": "helpers replaced",
         "relation": "mean relation of the helpers",
         "models_sent": "number of models sent to clients",
+        "pseudo_error": "fraction of wrong pseudo-labels",
     },
     privacy=Protection(
         unsupported="helpers are selected by metrics computed on the client's samples"
