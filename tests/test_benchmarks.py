@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from bases import make_bases
 
-from benchmarks import same_numbers, tasks
+from benchmarks import conformal_step, same_numbers, tasks
 from benchmarks.gpu import PIECES
+from benchmarks.timing import write_images
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import parse_pairs
 
@@ -81,3 +82,33 @@ def test_memory_of_a_server_is_measured_with_weights_that_arrive(method):
     found = re.fullmatch(rf"{method}, 3 clients: ([\d.]+) MB, peak ([\d.]+) x that\n", ended.stdout)
     assert found
     assert 3.8 < float(found[1]) < 4.8  # what a client sent is the model
+
+
+def test_rows_of_table_9_train_one_model_each(tmp_path, monkeypatch):
+    """Each function changes only the weights of its model, and the printed ratios are the rows'."""
+    small = {"models.pool": "mlp", "fedtype.proxy": "mlp"}
+    resolve = conformal_step.resolve
+    monkeypatch.setattr(conformal_step, "resolve", lambda values: resolve({**values, **small}))
+    write_images(tmp_path / "images", 1, 40, (3, 8, 8))
+    clients = [
+        conformal_step.fedtype_client(tmp_path / "images", 16, backward, "cpu", "alternating")
+        for backward in ("conformal", "symmetric")
+    ]
+
+    def copied(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def weights():
+        return [{kind: copied(model) for kind, model in c.models.items()} for c in clients]
+
+    for model, both in conformal_step.epochs_of_each_model(*clients).items():
+        kind = model.partition(" ")[0]
+        for number, work in enumerate(both):
+            before, _, after = weights(), work(), weights()
+            trained = {
+                (place, name)
+                for place, models in enumerate(before)
+                for name, old in models.items()
+                if any(not a.equal(b) for a, b in zip(old, after[place][name], strict=True))
+            }
+            assert trained == {(number if kind == "private" else 0, kind)}

@@ -31,6 +31,7 @@ from fedhet.experiments.paper import (
     write_latex,
     write_results,
 )
+from fedhet.experiments.paper import cells as table_cells
 from fedhet.experiments.plan import (
     SIZES,
     PaperTable,
@@ -785,6 +786,14 @@ def test_column_in_percent_of_a_row(tmp_path):
     assert all(abs(each - 100) > 1 for each in ratios)
     with pytest.raises(ValueError, match="column 'all', percent_of: expected one of alone"):
         table(text.replace('percent_of = "alone"', 'percent_of = "apart"'))
+
+
+def test_stored_result_without_a_column_shows_its_printed_numbers(tmp_path):
+    results = written(tmp_path, {"alone": [0.3, 0.3, 0.3], "together": [0.9, 0.9, 0.9]})
+    for row in results.result.cells.values():
+        del row["all"]
+    shown = table_cells(results.result, results.plan.table)
+    assert [cell.text for cell in shown.columns["all"][:2]] == ["– (50.00)", "– (70.00)"]
 
 
 def test_markdown_shows_measured_and_printed(tmp_path):
