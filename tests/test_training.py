@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federation import run, small
+from federation import records, run, small, without_figures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -640,3 +640,50 @@ def test_channels_last_format_applies_only_to_two_dimensional_convolutions():
     assert flat.weight.is_contiguous(memory_format=torch.channels_last)
     assert deep.weight.is_contiguous()
     assert all(map(torch.equal, (flat.weight, deep.weight), weights))
+
+
+EPOCHS = {
+    "fedavg": ({}, [12, 12]),
+    "half of the clients": ({"method": "fedavg", "fraction": 0.5, "rounds": 3}, [6, 6, 6]),
+    "labeled and unlabeled samples": ({"method": "fedavg", "semi": "fixmatch"}, [12, 12]),
+    "two models": ({"method": "fml"}, [12, 12]),
+    "a third of the samples in each epoch": (
+        {"method": "fedtype", "fedtype.epoch-data": "part"},
+        [4, 4],
+    ),
+    "four steps on each batch": ({"method": "pfedme", "pfedme.steps": 4}, [48, 48]),
+    "own training after the last round, and public data": (
+        {"method": "fedmd", "data.public-fraction": 0.2, "fedmd.digest-epochs": 2},
+        [12, 24],
+    ),
+    "own and public samples together": (
+        {"method": "cronus", "data.public-fraction": 0.2},
+        [12, 24],
+    ),
+    "update training": (
+        {"method": "cofed", "data.public-fraction": 0.2, "cofed.update-epochs": 2},
+        [12, 8],
+    ),
+}
+"""Settings, and the epochs of four clients with three local epochs, by round."""
+
+
+@pytest.mark.parametrize("case", EPOCHS)
+def test_records_count_the_passes_over_the_clients_own_samples(case, tmp_path):
+    changes, expected = EPOCHS[case]
+    method = changes.get("method", case)
+    usual = {"models": ["mlp"], "local_epochs": 3}
+    with without_figures():
+        run(small(**{"method": method, **usual, **changes}), tmp_path / "run")
+    assert [each["epochs"] for each in records(tmp_path / "run")] == expected
+
+
+def test_warm_up_of_um_pfssl_is_counted(tmp_path):
+    """All four clients have four epochs before round 1; then, two clients are sampled."""
+    own = {"um-pfssl.warm-up": 4, "um-pfssl.warm-up-steps": 0, "fraction": 0.5, "rounds": 3}
+    config = small("um-pfssl", models=["cnn2-dropout"], local_epochs=3, **own)
+    with without_figures():
+        run(config, tmp_path / "run")
+    total = sum(each.get("epochs", 0) for each in records(tmp_path / "run"))
+    sampled = [name for each in records(tmp_path / "run") for name in each["asked"]]
+    assert total == 4 * 4 + 3 * 2 * (config.run.rounds - 1), sampled

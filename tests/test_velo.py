@@ -185,7 +185,8 @@ def test_features_are_decoded_above_the_minimum_separation(tmp_path, above):
     least = float(np.nextafter(share, 1)) if above else share
     strategy = started(tmp_path / "c", **{"velo.min-separation": least})
     replies = two_replies(strategy, 1)
-    assert strategy.aggregate(1, replies)["separation"] == share
+    metrics = strategy.aggregate(1, replies)
+    assert (metrics["separation"], metrics["synthetic"]) == (share, float(not above))
     mean = average([read_means(r.knowledge) for r in replies], by_samples=False)
     sent = told(strategy, 2)["features"][:, 0]
     assert np.array_equal(sent, mean.features) == above

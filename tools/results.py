@@ -52,7 +52,7 @@ USUAL_SEEDS = [0, 1, 2]
 UNLISTED = {"engine.backend", "data.data-dir", "engine.precision"}
 """Settings that a section's command omits, because they do not change the numbers, or because the
 hardware line states their value (bfloat16)."""
-MAX_ROWS = {"tiny": 6, "small": 30, "paper": 30}
+MAX_ROWS = {"tiny": 8, "small": 30, "paper": 30}
 """Maximum number of rows that a section shows; `fedhet table NAME --show` prints longer tables."""
 
 
@@ -107,8 +107,9 @@ def _section(result: TableResult) -> str:
     digits = 1 if table.unit == "percent" else 2
     is_default = result.seeds == USUAL_SEEDS and not listed
     command = result.model_copy(update={"settings": listed}).command
-    shown = markdown(cells(result, table, digits, brief=True))
-    if len(table.rows_in(result.size)) > MAX_ROWS[result.size]:
+    brief = cells(result, table, digits, brief=True)
+    shown = markdown(brief)
+    if len(brief.rows) > MAX_ROWS[result.size]:
         shown = f"`fedhet table {result.table} --show` prints the rows.\n"
     parts = [
         f"## {escape_markdown(table.title)}\n",

@@ -78,12 +78,14 @@ class LocalTrainer:
         self._samples, self._is_simulated = info.samples, run.pace.is_simulated
         self.work = 0
         """Number of training samples processed in the round; a sample counts once per epoch."""
+        self.epochs = 0.0
+        """Number of passes over the client's own labeled samples in the round."""
         self.begin(1)
 
     def begin(self, round: int) -> None:
-        """Begin a round. Resets the work counter, and seeds the random augmentations."""
+        """Begin a round. Resets the counters, and seeds the random augmentations."""
         self._round, self._optimizing = round, None
-        self.work = 0
+        self.work, self.epochs = 0, 0.0
         self.draws = torch_generator(self._seed, self._client, round, "augment")
         """Random generator for the round's augmentations."""
 
@@ -136,15 +138,17 @@ class LocalTrainer:
         samples: int,
         augment: bool | Augment,
         chosen: TrainOptions,
+        own: float = 0.0,
     ) -> dict[str, Any]:
-        """Return options for `train_epochs`, and add the samples to the work counter.
+        """Return options for `train_epochs`, and count the samples and the epochs.
 
         Options in `chosen` override the settings. `augment` is an augmentation function, or True to
-        use `training.augment`.
+        use `training.augment`. `own` is the fraction of the client's own samples in an epoch.
         """
         epochs = chosen.get("epochs") or settings.local_epochs
         size = chosen.get("batch_size") or settings.batch_size
         self.work += epochs * samples * chosen.get("steps", 1)
+        self.epochs += epochs * own * chosen.get("steps", 1)
         change = (self.augment if augment else None) if isinstance(augment, bool) else augment
         common = {"epochs": epochs, "batch_size": size, "augment": change}
         return {**chosen, **common, "compute": self._compute}

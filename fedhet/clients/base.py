@@ -313,6 +313,7 @@ class HetClient(NumPyClient):
         generator: torch.Generator,
         *,
         augment: bool | Augment = True,
+        own: bool = False,
         **options: Unpack[TrainOptions],
     ) -> None:
         """Train on samples that are not the client's own, such as public data.
@@ -327,10 +328,12 @@ class HetClient(NumPyClient):
             generator: Random generator that shuffles the samples, from `generator`.
             augment: Whether to augment samples according to `training.augment`, or a function that
                 augments a batch. Use False if the targets belong to the unchanged samples.
+            own: Whether the samples contain the client's own, so that the epochs count as epochs
+                of the client.
             **options: Options of `fedhet.learning.training.train_epochs`. The default number of
                 epochs is `training.local-epochs`.
         """
-        kwargs = self.recipe.options(self.training, len(y), augment, options)
+        kwargs = self.recipe.options(self.training, len(y), augment, options, float(own))
         self.loss = train_epochs(x, y, loss_of, optimizing, generator=generator, **kwargs)
 
     def train_own(
@@ -360,6 +363,7 @@ class HetClient(NumPyClient):
         """
         data = labeled or Split(*self.training_set())
         x, y, semi, training = data.x, data.y, None, self.training
+        own = min(1.0, len(y) / max(1, len(self.y)))  # A part, or more if public data is added.
         augment: bool | Augment = True
         if training.semi != "none":
             semi = FixMatch(
@@ -374,7 +378,7 @@ class HetClient(NumPyClient):
             )
             x, y, augment, options["batch_size"] = semi.x, semi.y, semi.augment, semi.batch_size
             loss_of = semi.combined_loss(loss_of, options.pop("penalty", None), predict)
-        kwargs = self.recipe.options(training, len(y), augment, options)
+        kwargs = self.recipe.options(training, len(y), augment, options, own)
         steps = kwargs["epochs"], kwargs["batch_size"]
         with self.privacy.training(optimizing, self.models.values(), len(y), *steps) as protected:
             self.loss = train_epochs(x, y, loss_of, protected, generator=generator, **kwargs)
@@ -401,6 +405,7 @@ class HetClient(NumPyClient):
         model = self.private
         if isinstance(model, Refitted):
             model.fit(*self.training_set())
+            self.recipe.epochs += 1
             return
         loss_of = SupervisedLoss(model.train(), self.task.loss())
         optimizing = self.optimization(model.parameters())
@@ -456,6 +461,7 @@ class HetClient(NumPyClient):
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
                 self._keep_confusion(scores)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
+                measured = replace(measured, epochs=self.recipe.epochs)
                 measured = self.privacy.filter_measurements(measured)
                 metrics = write_measures(measured) | self.recipe.work_metrics()
         except UserModelError:
@@ -482,9 +488,11 @@ class HetClient(NumPyClient):
                 self.privacy.begin(run, round, charged=round + 1)
                 self.state.restore(run, before=round + 1)
                 learns = self.config.method.spec.learns_last and instruction.tensors
+                epochs = 0.0
                 if learns and self.state.participations > 0:
                     self._train(run, round + 1, instruction)
                     self.state.save(round + 1)
+                    epochs = self.recipe.epochs
                 held_out = (
                     config.get("unseen")
                     and self.run.data.held_out_clients
@@ -493,7 +501,8 @@ class HetClient(NumPyClient):
                 evaluate = partial(self._evaluate_held_out, round) if held_out else self.evaluation
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
                 self._keep_confusion(scores)
-                measured = self.privacy.filter_measurements(_measured(scores, 0.0, seconds))
+                measured = replace(_measured(scores, 0.0, seconds), epochs=epochs)
+                measured = self.privacy.filter_measurements(measured)
         except UserModelError:
             raise
         except FedhetError as error:

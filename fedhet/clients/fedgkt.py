@@ -67,7 +67,7 @@ class FedGktClient(HetClient):
         rows = torch.arange(len(self.y), device=self.compute.device)
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
-        self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False)
+        self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False, own=True)
         features = logits_of(self.network.extractor, self.x, self.compute)
         # `self.private` sets logits outside the label space to -inf.
         logits = logits_of(self.private, self.x, self.compute)

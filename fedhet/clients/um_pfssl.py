@@ -91,7 +91,7 @@ class UmPfsslClient(HetClient):
         epochs = max(self.settings.warm_up, math.ceil(self.settings.warm_up_steps / steps))
         optimizing = self.optimization(model.parameters())
         generator, loss_of = self.generator(round, "warm-up"), CrossEntropy(model)
-        self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
+        self.train_epochs(self.x, self.y, loss_of, optimizing, generator, own=True, epochs=epochs)
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
         """Average the helpers' models, and train on their pseudo-labels (lines 17 to 23).
@@ -135,7 +135,7 @@ class UmPfsslClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         rows = torch.arange(len(x), device=self.compute.device)
-        self.train_epochs(x, rows, loss_of, optimizing, generator)
+        self.train_epochs(x, rows, loss_of, optimizing, generator, own=True)
 
     # Methods for the helper list.
 

@@ -185,7 +185,7 @@ def show_field(folder: Path | None, default: Path) -> None:
 def show_result(result: paper.TableResult, table: PaperTable) -> None:
     """Print a table's numbers and the outcome of every comparison."""
     console.print(printed(paper.cells(result, table)))
-    say(table.legend(result.size))
+    say(paper.legend(result, table))
     say(result.about(table))
     if result.comparisons:
         console.print(printed(paper.claims(result)))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+from matplotlib.figure import Figure
 from pydantic import BaseModel, Field, model_validator
 
 from fedhet.base.disk import Folder, write_text
+from fedhet.base.metrics import ACCURACY, metric_of
 from fedhet.experiments.plan import (
     Claim,
     PaperTable,
@@ -34,6 +36,9 @@ from fedhet.experiments.plan import (
     round_of,
     table_names,
 )
+from fedhet.report.comparison import HEADLINE, Column, Group
+from fedhet.report.comparison import Comparison as RunComparison
+from fedhet.report.comparison_report import drawings
 from fedhet.report.differences import (
     OUTCOMES,
     Difference,
@@ -44,6 +49,7 @@ from fedhet.report.differences import (
     smallest,
 )
 from fedhet.report.page import render
+from fedhet.report.style import Drawing, set_title
 from fedhet.report.tables import (
     LATEX_HEAD,
     MARK,
@@ -55,14 +61,18 @@ from fedhet.report.tables import (
     tabular,
 )
 from fedhet.runs.directory import read_if_exists
-from fedhet.runs.records import NAN, Origin, Summary
-from fedhet.runs.units import plural
+from fedhet.runs.records import EVALUATED, NAN, Origin, Summary
+from fedhet.runs.units import human_bytes, plural
 from fedhet.settings.run import RunSettings
 
-KIB = 1024.0
+KIB, MIB = 2.0**10, 2.0**20
+COSTS = ("epochs", "bytes_up", "bytes_down")
+"""Costs of a client in a run; see `TableResult.costs`."""
+AMOUNTS = ("figure/", "bytes/", "target/")
+"""Prefixes of metrics that are not accuracies."""
 COLUMNS = (
     "row", "column", "method", "metric", "seed", "measured", "printed", "printed_spread",
-    "test_samples",
+    "test_samples", *COSTS,
 )  # fmt: skip
 """Columns in the CSV file, which has one line per cell and seed."""
 DIFFERENCES = (
@@ -70,6 +80,11 @@ DIFFERENCES = (
     "the test samples. A comparison holds if the 95 % confidence interval (Student's t) is within "
     "the bound, and does not hold if it is outside. If the number of test samples is unknown, the "
     "error covers only the seeds."
+)
+COST = (
+    "Epochs: passes of a client over its own labeled samples in all rounds; a batch on which a "
+    "method takes K steps counts K times. Up and down: bytes that a client sends and receives in "
+    "all rounds, except models for an evaluation. All three are means over the clients."
 )
 KEY = ("claim", "where", "above", "below", "ratio")
 """Fields that identify a comparison in a table."""
@@ -144,6 +159,8 @@ class Comparison(BaseModel, frozen=True, extra="forbid"):
 
 Measured = tuple[float | None, float | None]
 """Mean and standard deviation over the seeds, each None if too few runs have finished."""
+Range = tuple[float, float] | None
+"""Smallest and largest value in the cells of a row, or None if it is unknown."""
 
 
 class TableResult(BaseModel, frozen=True, extra="forbid"):
@@ -172,6 +189,10 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     """Kendall's tau between measured and published numbers, by column."""
     cells: dict[str, dict[str, Measured]] = Field(default_factory=dict)
     """Measured values, by row and column, in the unit of the published numbers."""
+    costs: dict[str, dict[str, Range]] = Field(default_factory=dict)
+    """Mean costs of a client in a run, by row and entry of `COSTS`; empty if they are unknown."""
+    digests: dict[str, str] = Field(default_factory=dict)
+    """Digest of the settings of each row; empty if it is unknown (see `Plan.digest`)."""
     test_samples: dict[str, int | Literal["unknown"] | None] = Field(default_factory=dict)
     """Smallest number of test samples in each column, or None for columns without accuracies."""
     comparisons: list[Comparison] = Field(default_factory=list)
@@ -208,7 +229,7 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         """Names of the datasets on which the verdicts are based, e.g. "digits, breast-cancer"."""
         if self.table not in table_names():
             return "its data"
-        planned = plan(self.table, read_table(self.table), self.size, [0], Path(), self.settings)
+        planned = self.plan_now(read_table(self.table))
         default = RunSettings.fields()["data.dataset"].get_default()
         names = (str(run.values.get("data.dataset", default)) for run in planned.runs)
         # A source such as imagefolder:data/cifar10 is named after its directory. The directory is
@@ -216,6 +237,16 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         short = (re.split(r"[:/]", name)[-1] for name in names)
         unnamed = self.table.partition("-")[2]
         return ", ".join(dict.fromkeys(unnamed if name == "DIR" else name for name in short))
+
+    def plan_now(self, table: PaperTable) -> Plan:
+        """Return a plan for the table with its current settings and a single seed."""
+        return plan(self.table, table, self.size, [0], Path(), self.settings)
+
+    def changed(self, table: PaperTable) -> list[str]:
+        """Return the rows whose current settings are not those with which they were measured."""
+        planned = self.plan_now(table)
+        digests = self.digests.items()
+        return [row for row, old in digests if planned.digest(row, self.cells.get(row, [])) != old]
 
     @property
     def command(self) -> str:
@@ -227,8 +258,8 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
     def about(self, table: PaperTable) -> str:
         """Return a line with the size, and the numbers of seeds and test samples.
 
-        The line also contains the number of finished runs if some runs are missing, and the samples
-        on which rounds were selected.
+        The line also contains the number of finished runs if some runs are missing, the rows whose
+        settings have changed since, and the samples on which rounds were selected.
         """
         line = f"Size {self.size}: {table.sizes[self.size].says} {plural(len(self.seeds), 'seed')}"
         counts = [each for each in self.test_samples.values() if each is not None]
@@ -237,30 +268,41 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         line += "."
         if self.finished < self.runs:
             line += f" {self.finished} of {self.runs} runs are finished."
+        if changed := self.changed(table):
+            quoted = ", ".join(f"“{row}”" for row in changed)
+            rows = "all rows" if len(changed) == len(self.digests) else quoted
+            line += f" Measured before the settings changed: {rows}."
         return line + "".join(f" {note}." for note in self.selected)
 
     def to_json(self) -> str:
         """Serialize to JSON, with one line per row of cells and per comparison."""
         long = {
             "cells": [
-                f"{json.dumps(row, ensure_ascii=False)}: {json.dumps(cells, ensure_ascii=False)}"
-                for row, cells in self.model_dump()["cells"].items()
+                f"{_json(row)}: {_json(cells)}" for row, cells in self.model_dump()["cells"].items()
             ],
+            "costs": [f"{_json(row)}: {_json(costs)}" for row, costs in self.costs.items()],
             "comparisons": [
-                json.dumps(
-                    each.model_dump(exclude=None if each.ratio else {"ratio"}), ensure_ascii=False
-                )
+                _json(each.model_dump(exclude=None if each.ratio else {"ratio"}))
                 for each in self.comparisons
             ],
         }
-        short = self.model_dump(exclude={*long, *(() if self.selected else ("selected",))})
-        text = json.dumps({**short, "cells": {}, "comparisons": []}, indent=1, ensure_ascii=False)
+        optional = {name for name in ("selected", "costs", "digests") if not getattr(self, name)}
+        short = self.model_dump(exclude={*long, *optional})
+        empty_parts: dict[str, object] = {
+            name: [] if name == "comparisons" else {} for name in long
+        }
+        kept = {name: part for name, part in empty_parts.items() if name not in optional}
+        text = json.dumps({**short, **kept}, indent=1, ensure_ascii=False)
         for name, lines in long.items():
             listed = "\n  " + ",\n  ".join(lines) + "\n " if lines else ""
-            empty = "{}" if name == "cells" else "[]"
+            empty = "[]" if name == "comparisons" else "{}"
             filled = f"{empty[0]}{listed}{empty[1]}"
             text = text.replace(f'"{name}": {empty}', f'"{name}": {filled}')
         return text + "\n"
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, ensure_ascii=False)
 
 
 # --- from the runs to the result --------------------------------------------------------------
@@ -277,6 +319,8 @@ class Measurements:
     """Accuracy of a perfect model in this unit."""
     samples: int | Literal["unknown"] | None
     """Smallest number of test samples of any run, or None if the cell does not show accuracies."""
+    costs: pd.DataFrame
+    """Costs of a client, by seed and entry of `COSTS`."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +337,7 @@ def collect(plan: Plan) -> Results:
     """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     cells = {}
     for cell in plan.cells:
-        is_amount = cell.metric.startswith(("figure/", "bytes/"))  # Other metrics are accuracies.
+        is_amount = cell.metric.startswith(AMOUNTS)
         unit = 100.0 if plan.table.unit == "percent" and not is_amount else 1.0
         finished = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
         values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
@@ -302,7 +346,10 @@ def collect(plan: Plan) -> Results:
         if not (is_amount or is_spread(cell.metric)) and len(series):
             count = smallest(_test_samples(finished[seed], cell.metric) for seed in series.index)
             samples = "unknown" if count is None else round(count)
-        cells[cell.row.name, cell.column.name] = Measurements(cell, series, unit, samples)
+        costs = pd.DataFrame.from_dict(
+            {seed: _costs(path) for seed, path in finished.items()}, "index", float, COSTS
+        )
+        cells[cell.row.name, cell.column.name] = Measurements(cell, series, unit, samples, costs)
     wholes = {each.name: each.percent_of for each in plan.table.columns_in(plan.size)}
     divided = {
         place: replace(each, values=100 * (each.values / whole.values).dropna(), samples=None)
@@ -331,6 +378,8 @@ def collect(plan: Plan) -> Results:
             for column in plan.table.columns_in(plan.size)
         },
         cells=measured,
+        costs=_cost_ranges(cells),
+        digests={row: plan.digest(row, columns) for row, columns in measured.items()},
         test_samples={
             column.name: _fewest(each for (_, name), each in cells.items() if name == column.name)
             for column in plan.table.columns_in(plan.size)
@@ -338,6 +387,26 @@ def collect(plan: Plan) -> Results:
         comparisons=_compare(plan.table, plan.size, cells),
     )
     return Results(plan, cells, result)
+
+
+def _costs(path: Path) -> list[float]:
+    """Return the mean costs of a client in a finished run, in the order of `COSTS`."""
+    run = finished_run(path)
+    count = max(1, len(run.clients))
+    return [run.epochs, *(float(run.totals[name]) / count for name in COSTS[1:])]
+
+
+def _cost_ranges(cells: Mapping[Place, Measurements]) -> dict[str, dict[str, Range]]:
+    """Return the range of each cost over the cells of each row with finished runs."""
+    ranges: dict[str, dict[str, Range]] = {}
+    for row in dict.fromkeys(row for row, _ in cells):
+        means = [each.costs.mean() for (name, _), each in cells.items() if name == row]
+        table = pd.DataFrame(means).dropna(how="all")
+        if len(table):
+            ends = table.min().round(2), table.max().round(2)
+            pairs = {name: (float(ends[0][name]), float(ends[1][name])) for name in COSTS}
+            ranges[row] = {k: None if math.isnan(pair[0]) else pair for k, pair in pairs.items()}
+    return ranges
 
 
 def _seconds(run: PlannedRun) -> float:
@@ -436,7 +505,12 @@ def _value(path: Path, metric: str) -> float:
     if first == "figure":
         recorded = run.method_metrics
         values = recorded[second] if second in recorded else pd.Series(dtype=float)
+        if rest == ["mean"]:
+            return float(values.mean())
         return last_of(values.loc[: round_of(metric, run.planned)])
+    if first == "target":
+        last = run.round_of(float(rest[1]), second, rest[0])
+        return NAN if last is None else float(run.costs["bytes_up"].loc[:last].sum()) / MIB
     if first == "bytes":
         ways = ("up", "down") if second == "both" else (second,)
         return sum(float(run.costs[f"bytes_{way}"].mean()) for way in ways) / KIB
@@ -474,9 +548,14 @@ def _test_samples(path: Path, metric: str) -> float | None:
 
 
 def write_results(results: Results, out: Path) -> Path:
-    """Write NAME-SIZE.md, .html, .csv and .json to a directory; return the HTML file's path."""
+    """Write NAME-SIZE.md, .html, .csv and .json to a directory; return the HTML file's path.
+
+    Each figure in `curves` is also written as PNG and SVG.
+    """
     plan, result = results.plan, results.result
-    stem = f"{plan.name}-{plan.size}"
+    stem, figures = f"{plan.name}-{plan.size}", curves(results)
+    for drawing in figures:
+        drawing.write_files(Folder(out))
     write_text(out / result.file_name, result.to_json())
     write_text(out / f"{stem}.md", as_markdown(result, plan.table))
     with (
@@ -490,7 +569,8 @@ def write_results(results: Results, out: Path) -> Path:
             first = (*place, cell.row.method, cell.metric)
             for seed, value in each.values.items():
                 numbers = value, cell.printed, cell.printed_spread
-                table.writerow((*first, seed, *numbers, each.samples))
+                costs = each.costs.loc[seed].round(2)
+                table.writerow((*first, seed, *numbers, each.samples, *costs))
     page = render(
         "table.html",
         "fedhet.experiments",
@@ -499,13 +579,75 @@ def write_results(results: Results, out: Path) -> Path:
         about=result.about(plan.table),
         command=result.command,
         table=cells(result, plan.table),
-        legend=f"{plan.table.legend(plan.size)} {TAU}",
+        legend=legend(result, plan.table),
+        figures=[drawing.chart() for drawing in figures],
         claims=claims(result) if result.comparisons else None,
         differences=DIFFERENCES,
         notes=plan.table.notes,
         runs=plan.runs,
     )
     return write_text(out / f"{stem}.html", page)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve(Group):
+    """Finished runs of a cell, with the protocol and kind of its metric."""
+
+    column: Column = ("", "")
+
+    def resolved(self, column: Column) -> Column:
+        """Return the protocol and kind of the cell."""
+        return self.column
+
+
+def curves(results: Results) -> list[Drawing]:
+    """Return figures of each column's metrics over rounds and, for accuracies, over bytes.
+
+    The list is empty if the table has no curves, or if no run has finished. Columns with the same
+    curves have one figure.
+    """
+    drawn: dict[object, list[Drawing]] = {}
+    for column in results.plan.table.columns_in(results.plan.size):
+        rows: dict[tuple[object, Column], Curve] = {}
+        for (row, name), each in results.cells.items():
+            runs = [finished_run(run.directory) for run in each.cell.runs.values() if run.finished]
+            words = re.split("[/@]", each.cell.metric.removeprefix("target/"))
+            if name == column.name and runs and words[0] in (*EVALUATED, "figure"):
+                key = tuple(run.path for run in runs), (words[0], words[1])
+                # Rows that show different rounds of the same runs have the same curve.
+                label = each.cell.row.method if key in rows else row
+                rows[key] = Curve(label, {}, (*runs,), (words[0], words[1]))
+        for of_method in (False, True):
+            found = {k: v for k, v in rows.items() if (v.column[0] == "figure") == of_method}
+            labels = *found, *(curve.label for curve in found.values())
+            if found and labels not in drawn and results.plan.table.curves:
+                parts = [*found.values()], results.plan, column.name
+                drawn[labels] = _drawn(*parts, of_method=of_method)
+    return [figure for figures in drawn.values() for figure in figures]
+
+
+def _drawn(found: Sequence[Curve], plan: Plan, column: str, *, of_method: bool) -> list[Drawing]:
+    """Return the figures of a column's accuracies, or of its metrics of methods."""
+    names = tuple(sorted({curve.column[1] for curve in found})) if of_method else ()
+    headline, metric = (found[0].column[0], HEADLINE), metric_of(ACCURACY)
+    compared = RunComparison(
+        (*found,), (headline,), NAN, "", (), names, (), metric, "none"
+    )  # fmt: skip
+    wanted = {f"compare-{name}" for name in names} if of_method else {"curves", "costs"}
+    return [_of_column(each, plan, column) for each in drawings(compared) if each.name in wanted]
+
+
+def _of_column(drawing: Drawing, plan: Plan, column: str) -> Drawing:
+    """Return a figure whose name and title contain the column."""
+
+    def draw(figure: Figure) -> None:
+        drawing.draw(figure)
+        ax = figure.axes[0]
+        set_title(ax, f"{column}: {ax.get_title(loc='left').partition(':')[0]}")
+
+    words = re.sub(r"[^a-z0-9.]+", "-", column.lower()).strip("-")
+    name = f"{plan.name}-{plan.size}-{words}-{drawing.name.removeprefix('compare-')}"
+    return replace(drawing, name=name, draw=draw, alt=f"{column}: {drawing.alt}")
 
 
 def write_latex(results: Results, out: Path) -> Path:
@@ -521,14 +663,15 @@ def write_latex(results: Results, out: Path) -> Path:
         of_column = [each for (_, name), each in results.cells.items() if name == column.name]
         metrics = {each.cell.metric for each in of_column}
         if not any(metric.startswith("figure/") for metric in metrics):
-            lower = any(is_spread(each) or each.startswith("bytes/") for each in metrics)
+            lower = any(
+                is_spread(each) or each.startswith(("bytes/", "target/")) for each in metrics
+            )
             scored[column.name] = -1 if lower else 1
     outcomes = [each.outcome for each in result.comparisons]
     clear = [row for row, each in enumerate(outcomes) if each in ("holds", "does not hold")]
     in_percent = plan.table.unit == "percent"
     unit = f" Accuracies are {'percentages' if in_percent else 'fractions'}."
-    legend = f"{plan.table.legend(plan.size)} {TAU}"
-    caption = f"{plan.table.title}. {legend} {result.about(plan.table)}{unit}"
+    caption = f"{plan.table.title}. {legend(result, plan.table)} {result.about(plan.table)}{unit}"
     parts = [LATEX_HEAD, captioned(tabular(cells(result, plan.table), scored), caption)]
     if result.comparisons:
         mark = f"{DIFFERENCES} {MARK}: the comparison holds, or does not hold.{unit}"
@@ -566,7 +709,7 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
         f"{escape_markdown(table.source)}. {escape_markdown(result.about(table))}\n",
         f"```bash\n{result.command}\n```\n",
         markdown(cells(result, table)),
-        f"{table.legend(result.size)} {TAU}\n",
+        f"{legend(result, table)}\n",
     ]
     if result.comparisons:
         folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(result))}"
@@ -576,11 +719,16 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
     return "\n".join(parts)
 
 
+def legend(result: TableResult, table: PaperTable) -> str:
+    """Return sentences about the numbers and the costs in a table."""
+    return " ".join([table.legend(result.size), TAU, *([COST] if result.costs else [])])
+
+
 def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: bool = False) -> Cells:
     """Build the table of measured and published numbers, with Kendall's tau in the last row.
 
-    With `brief`, the table has no Kendall's tau, no standard deviations, and no rows without
-    measurements.
+    With `brief`, the table has no Kendall's tau, no standard deviations, and no rows or columns
+    without measurements.
     """
     rows = table.rows_in(result.size)
     if brief:
@@ -594,6 +742,9 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: boo
     names = [*(row.name for row in rows), *(["Kendall's τ"] if agrees else [])]
     columns: dict[str, Sequence[Cell]] = {result.table: [Cell(name) for name in names]}
     for column in table.columns_in(result.size):
+        means = (cells.get(column.name, (None,))[0] for cells in result.cells.values())
+        if brief and all(mean is None for mean in means):
+            continue
         shown = []
         for row in rows:
             # A stored result may be older than a row or column.
@@ -605,7 +756,19 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: boo
             shown.append(Cell(f"{_number(mean, digits)}{spread}{paper}", mean))
         tau = [Cell(_number(result.agreement.get(column.name)))] if agrees else []
         columns[column.name] = [*shown, *tau]
+    for title, name in zip(("epochs", "up", "down"), COSTS if result.costs else (), strict=False):
+        ranges = [result.costs.get(row.name, {}).get(name) for row in rows]
+        shown = [_range_cell(each, str if name == "epochs" else human_bytes) for each in ranges]
+        columns[title] = [*shown, *([Cell("")] if agrees else [])]
     return Cells(columns)
+
+
+def _range_cell(ends: Range, text: Callable[[float], str]) -> Cell:
+    """Format a range, as in "3.1 MB–4.2 MB", or a single value if both ends are equal."""
+    if ends is None:
+        return Cell("–")
+    texts = dict.fromkeys(text(end).removesuffix(".0") for end in ends)
+    return Cell("–".join(texts), ends[1])
 
 
 def outcomes(result: TableResult) -> Cells:

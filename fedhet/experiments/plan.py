@@ -18,7 +18,7 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -62,13 +62,14 @@ def _is_metric(text: str) -> str:
     accuracy = first in EVALUATED and second and third in STATISTICS
     relative = first == "relative" and second in EVALUATED and third in RATIOS
     bytes_sent = first == "bytes" and second in DIRECTIONS and not rest[:-1]
-    figure = first == "figure" and second
-    if len(rest) > 2 or not (accuracy or relative or bytes_sent or figure):
+    figure = first == "figure" and second and rest in ([""], ["mean", ""])
+    target = first == "target" and second in EVALUATED and any(rest[:1]) and _is_score(rest[1:2])
+    if len(rest) > 2 + bool(target) or not (accuracy or relative or bytes_sent or figure or target):
         raise ValueError(
             "expected PROTOCOL/KIND[/mean|std|tail|worst], relative/PROTOCOL[/mean|best|worst], "
-            f"bytes/up|down|both, or figure/NAME, got {text!r}"
+            f"bytes/up|down|both, figure/NAME[/mean], or target/PROTOCOL/KIND/SCORE, got {text!r}"
         )
-    has_rounds = figure or (accuracy and third != "tail")
+    has_rounds = (figure and rest == [""]) or (accuracy and third != "tail")
     if at and not (has_rounds and ROUND.fullmatch(number)):
         raise ValueError(
             "expected @ROUND or @PERCENT% after an accuracy other than tail, or after "
@@ -82,11 +83,18 @@ def _is_partial_metric(text: str) -> str:
     return text
 
 
+def _is_score(words: Sequence[str]) -> bool:
+    return any(re.fullmatch(r"0?\.\d+", word) for word in words)
+
+
 Metric = Annotated[str, AfterValidator(_is_metric)]
 """Metric of a cell, such as `common/global`, `relative/common/best`, or `figure/tau`.
 
 `bytes/up` is the mean number of KiB that all clients together send per round. A metric belongs to
 the last round. `figure/eta@20` belongs to round 20, and `figure/eta@50%` to half of the rounds.
+`figure/eta/mean` is the mean over all rounds. `target/common/private/0.8` is the number of MiB that
+all clients together have sent when their mean accuracy first reaches 0.8, or NaN if it exceeds 0.8
+in the first evaluation and earlier rounds were not evaluated.
 """
 PartialMetric = Annotated[str, AfterValidator(_is_partial_metric)]
 """Metric of a row or column, or only a round such as `@20`, if another part states the metric."""
@@ -247,6 +255,8 @@ class PaperTable(_Part):
     """Unit of the published numbers; accuracies are measured as fractions."""
     notes: list[str] = Field(default_factory=list)
     """Notes on the table, such as omitted rows and the reasons."""
+    curves: bool = False
+    """Whether to draw each column's metric over rounds and over bytes, as in the paper's figure."""
     sizes: dict[Size, Scale]
     rows: list[Row] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
@@ -279,7 +289,9 @@ class PaperTable(_Part):
 
     def metric_of(self, row: Row, column: Line) -> Metric:
         """Return the metric of a cell: the name and the round that the first part states."""
-        stated = [part.partition("@")[::2] for part in (row.metric, column.metric, self.metric)]
+        own = [p.metric for p in self.places if p.name == row.name and column.name in p.columns]
+        parts = (*own, row.metric, column.metric, self.metric)
+        stated = [part.partition("@")[::2] for part in parts]
         name = next(name for name, _ in stated if name)
         number = next((number for _, number in stated if number), "")
         return f"{name}@{number}" if number else name
@@ -291,6 +303,8 @@ class PaperTable(_Part):
         stated = False
         for row in self.rows_in(size):
             metrics = [self.metric_of(row, column) for column in self.columns_in(size)]
+            if all(each.startswith("figure/") and each.endswith("/mean") for each in metrics):
+                continue
             stated = stated or any("@" in metric for metric in metrics)
             is_tail = any(metric.endswith("/tail") for metric in metrics)
             (tail if is_tail else last).append(row.name)
@@ -501,6 +515,23 @@ class Plan:
             if (own := as_text(change.settings[name])) != as_text(self.over[name])
         ]
 
+    def digest(self, row: str, columns: Iterable[str]) -> str:
+        """Return a digest of the settings of a row's cells in the given columns.
+
+        The digest includes the defaults of the method's settings, so that it changes with them.
+        """
+        content = {}
+        for cell in (cell for cell in self.cells if cell.row.name == row):
+            run = next(iter(cell.runs.values()))
+            known = find_method(str(run.values["method"])).settings()
+            defaults = {k: f.get_default(call_default_factory=True) for k, f in known.items()}
+            own = {k: plain(run.values.get(k, default)) for k, default in defaults.items()}
+            others = _kept(run.values, omitted={"seed", "evaluate-from", *own})
+            content[cell.column.name] = [others, own]
+        chosen = [content.get(column) for column in columns]
+        text = json.dumps(chosen, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
     def runs_of(self, rows: Sequence[str]) -> list[PlannedRun]:
         """Return the runs of rows whose names start with one of `rows`.
 
@@ -572,20 +603,28 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
     Runs are stored under a hash of the settings that affect results. Settings with default values
     are not hashed, so existing directories keep their names when a setting is added to fedhet.
+    `evaluate-from` is hashed if it is set, because other runs lack the scores of earlier rounds.
     """
-    known = RunSettings.fields()
-    every = known | find_method(str(values["method"])).settings()
-    kept = {
-        name: value
-        for name, value in values.items()
-        if not (name in known and is_machine(known[name]))
-        and plain(value) != plain(every[name].get_default(call_default_factory=True))
-    }
-    text = json.dumps(kept, sort_keys=True, default=str)
+    text = json.dumps(_kept(values), sort_keys=True, default=str)
     folder = out / f"{values['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     return {
         seed: PlannedRun(label, {**values, "seed": seed}, folder / f"seed-{seed}") for seed in seeds
     }
+
+
+def _kept(values: Values, omitted: Collection[str] = ()) -> Values:
+    """Return the settings that differ from their defaults and affect the recorded results."""
+    known = RunSettings.fields()
+    every = known | find_method(str(values["method"])).settings()
+
+    def is_kept(name: str, value: object) -> bool:
+        if name == "evaluate-from":
+            return True
+        if name in known and is_machine(known[name]):
+            return False
+        return bool(plain(value) != plain(every[name].get_default(call_default_factory=True)))
+
+    return {k: v for k, v in values.items() if k not in omitted and is_kept(k, v)}
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ SPEC = replace(
         "features_kept": "number of features stored by the server",
         "cvae_loss": "loss of the CVAE",
         "separation": "fraction of the CVAE's features that are closest to the mean of their class",
+        "synthetic": "whether the server sends synthetic features (1) or means (0) after the round",
     },
     sums=Sums(unsupported="the server trains on the class means of individual clients"),
 )

@@ -297,16 +297,12 @@ class Comparison:
     def to_target(self, group: Group, cost: str) -> Spread:
         """Return the cumulative cost at which the runs in a group first reached the target.
 
-        `cost` is a column of `Run.costs`, such as `bytes` or `clock` (simulated seconds). Runs that
-        did not reach the target are ignored.
+        `cost` is a column of `Run.costs`, such as `bytes` or `clock` (simulated seconds). Runs for
+        which `Run.round_of` is None are ignored.
         """
-        sign = -1 if self.metric.lower_is_better else 1
-        costs = []
-        for run in group.runs:
-            means = run.curve(*group.resolved(self.headline))["mean"]
-            reached = means.index[sign * means >= sign * self.target]
-            costs.append(float(run.costs[cost][reached[0]]) if len(reached) else NAN)
-        return spread_of(costs)
+        column = group.resolved(self.headline)
+        rounds = [(run, run.round_of(self.target, *column)) for run in group.runs]
+        return spread_of(float(run.costs[cost][n]) for run, n in rounds if n is not None)
 
     @property
     def has_clock(self) -> bool:

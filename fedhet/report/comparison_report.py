@@ -462,18 +462,20 @@ def _names(comparison: Comparison, width: int = 40) -> list[str]:
 
 def _by_round(ax: Axes, comparison: Comparison) -> None:
     rounds = _draw(ax, comparison, lambda group: group.curve(comparison.headline))
-    ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
-    band = "; band: ± std over seeds" if comparison.has_seeds else ""
+    notes = ["band: ± std over seeds"] if comparison.has_seeds else []
+    if comparison.target_label:
+        ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
+        notes.insert(0, f"dotted: {comparison.target_label}")
     protocol, kind = comparison.headline
     models = "each method's headline model" if kind == HEADLINE else f"{kind} model"
     title = f"{comparison.title}: {models}, {TEST_SETS.get(protocol, protocol)}"
-    note = f"dotted: {comparison.target_label}{band}"
-    style.over_rounds(ax, rounds, title + _best(comparison), note)
+    style.over_rounds(ax, rounds, title + _best(comparison), "; ".join(notes))
 
 
 def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
     _draw(ax, comparison, lambda group: group.curve(comparison.headline), cost)
-    ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
+    if comparison.target_label:
+        ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
     words = style.COST_AXES[cost][1]
     style.over_cost(ax, cost, f"{comparison.title} by {words}{_best(comparison)}")
 

@@ -322,6 +322,25 @@ class Run:
         frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float)
         return frame.rename_axis(index="round")
 
+    def round_of(self, target: float, protocol: str, kind: str) -> int | None:
+        """Return the first evaluated round in which a mean score reached the target.
+
+        The result is None if the score never reached the target. It is also None if the score
+        already exceeds the target in the first evaluation, and this is later than in round 1.
+        """
+        means = self.curve(protocol, kind)["mean"].dropna()
+        sign = -1 if metric_of(self.metric).lower_is_better else 1
+        reached = means.index[sign * means >= sign * target]
+        if not len(reached) or reached[0] == means.index[0] > 1:
+            return None
+        return int(reached[0])
+
+    @property
+    def epochs(self) -> float:
+        """Mean number of a client's passes over its own labeled samples, or NaN if unknown."""
+        known = [record.epochs for record in self.records if math.isfinite(record.epochs)]
+        return sum(known) / max(1, len(self.clients)) if known else NAN
+
     @cached_property
     def costs(self) -> pd.DataFrame:
         """Bytes and seconds in each round; `bytes`, `epsilon` and `clock` are cumulative.

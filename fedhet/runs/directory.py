@@ -62,7 +62,7 @@ def record_line(record: RoundRecord) -> str:
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
     optional = (
-        "majority", "tested", "metrics", "unevaluated", "absent", "late", "ages", "clock",
+        "majority", "tested", "metrics", "unevaluated", "absent", "late", "ages", "clock", "epochs",
         "epsilon",
     )  # fmt: skip
     for name in optional:

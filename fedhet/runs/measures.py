@@ -69,7 +69,7 @@ class. The protocol follows the prefix."""
 TESTED = "tested"
 """Prefix of the metric for the number of test samples. The protocol follows the prefix."""
 MEASURES = (
-    "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
+    "loss", "epochs", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{prefix}.{protocol}" for prefix in (MAJORITY, TESTED) for protocol in EVALUATED),
 )  # fmt: skip
 """Metric names written by `write_measures`, other than scores."""
@@ -125,6 +125,8 @@ class Measured:
     """Headline score of a constant prediction on the test split, by protocol."""
     tested: dict[str, int] = field(default_factory=dict)
     """Number of test samples, by protocol."""
+    epochs: float = 0.0
+    """Number of passes over the client's own labeled samples."""
 
 
 def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
@@ -147,6 +149,7 @@ def write_measures(measured: Measured) -> dict[str, float]:
     flat = {".".join(key): value for key, value in measured.scores.items()}
     optional = {"loss": measured.loss, "epsilon": measured.epsilon}
     flat |= {name: value for name, value in optional.items() if value is not None}
+    flat |= {"epochs": measured.epochs} if measured.epochs else {}
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
@@ -199,6 +202,7 @@ def read_measures(
             for protocol in EVALUATED
             if (name := f"{TESTED}.{protocol}") in metrics
         },
+        number("epochs") if "epochs" in metrics else 0.0,
     )
 
 

@@ -243,6 +243,8 @@ class RoundRecord:
     bytes_down: Integer = 0
     bytes_evaluation: Integer = 0
     """Bytes of models sent for evaluation; `evaluate-every` can reduce this number."""
+    epochs: Number = NAN
+    """Passes over own labeled samples, summed over the clients; NaN if no client reported any."""
     seconds: Seconds = field(default_factory=Seconds)
     method: Metrics = field(default_factory=dict)
     """Metrics of the method in this round."""

@@ -220,6 +220,8 @@ class RoundState:
                 self._losses[name] = measured.loss
             if measured.epsilon is not None:
                 self._epsilon[name] = measured.epsilon
+            if measured.epochs:
+                record.epochs = (record.epochs if record.epochs > 0 else 0.0) + measured.epochs
             record.seconds.train += measured.train_seconds
             record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)

@@ -77,7 +77,12 @@ class VeloStrategy(FeloStrategy):
             classes, count = torch.tensor(self.learned), self.settings.samples_per_class
             self.synthetic = synthesize(self.cvae, classes, count, draws).numpy()
             metrics |= self._measure_separation(round)
+        metrics["synthetic"] = float(len(self.learned) > 0 and self._is_separated)
         return metrics
+
+    @property
+    def _is_separated(self) -> bool:
+        return self.separation >= self.settings.min_separation
 
     def entries(self) -> dict[str, Array]:
         """Return Felo's averages, with synthetic features instead of mean features.
@@ -87,7 +92,7 @@ class VeloStrategy(FeloStrategy):
         """
         entries = super().entries()
         features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
-        if self.separation >= self.settings.min_separation:
+        if self._is_separated:
             classes = entries["classes"]
             _, rows, indices = np.intersect1d(classes, self.learned, return_indices=True)
             features[rows] = self.synthetic[indices]
