@@ -709,3 +709,11 @@ def test_servers_test_set_in_another_scale_is_not_used(tmp_path, caplog):
     assert server.common_test_of(client_info(*task)) is not None
     assert server.common_test_of(client_info(*task, 1, sites.dataset.format.digest)) is None
     assert "the schema of the targets differs from the clients' schema" in caplog.text
+
+
+def test_sites_with_own_data_need_no_task_of_the_servers_dataset():
+    """By default, the server's dataset is digits, whose task is classification."""
+    store, info = RunData(DataSpec(task="regression")), client_info("table", (4,), 1)
+    assert store.common_test_of(replace(info, own_data=True)) is None
+    with pytest.raises(SettingsError, match=r"data\.task.*'digits'"):
+        store.common_test_of(info)

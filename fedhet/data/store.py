@@ -21,6 +21,7 @@ import torch
 
 from fedhet.base.errors import (
     DataError,
+    FedhetError,
     SettingsError,
     StateError,
     one_line,
@@ -133,7 +134,10 @@ class RunData:
         """
         try:
             dataset = self.dataset
-        except DataError:  # The sites have their own data, so the server may lack the dataset.
+        except FedhetError as error:
+            # The data of the sites may be missing on the server, or have another task.
+            if not (client.own_data or isinstance(error, DataError)):
+                raise
             return None
         form = dataset.format
         if (form.kind, form.shape) != (client.kind, client.shape):
