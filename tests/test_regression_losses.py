@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
