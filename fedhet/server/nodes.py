@@ -309,7 +309,7 @@ def retrying(proxy: ClientProxy) -> ClientProxy:
 
 def may_restart(proxy: ClientProxy) -> bool:
     """Return whether a proxy, as returned by `retrying`, calls a node that may restart."""
-    return isinstance(proxy, RetryingProxy)
+    return isinstance(getattr(proxy, "grid", None), RetryingGrid)
 
 
 @lru_cache(maxsize=1)
