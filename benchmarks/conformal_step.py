@@ -149,8 +149,8 @@ def measure_table_9(samples: int, pairs: int, device: str) -> None:
             reference, low, high = TABLE_9[model]
             times = [[seconds(work, clock) for work in both] for _ in range(pairs + 1)]
             rows = zip(*times[1:], strict=True)  # the first epochs warm up
-            for row, found in zip(("FedType", reference), rows, strict=True):
-                show(f"{model}, {row}, seconds", sorted(found))
+            for row, each_time in zip(("FedType", reference), rows, strict=True):
+                show(f"{model}, {row}, seconds", sorted(each_time))
             factors = sorted(fedtype / other for fedtype, other in times[1:])
             show(f"{model}, ratio (paper {low} to {high})", factors)
 

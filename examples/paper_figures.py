@@ -72,7 +72,7 @@ class Recorded(fedtype.Reciprocity):
         random number from the run.
         """
         x = self.client.compute.to_inputs(self.client.x)
-        found = []
+        both = []
         for model, calibration in zip(
             (self.private, self.teacher.model), reversed(self.imitation.calibrations), strict=True
         ):
@@ -82,8 +82,8 @@ class Recorded(fedtype.Reciprocity):
             penalty = self.imitation.penalty if shrinks else self.imitation.raps.penalty
             u = torch.full((len(x),), 0.5)
             raps = {"penalty": penalty, "k_reg": self.imitation.raps.k_reg}
-            found.append(prediction_sets(logits, calibration, u, **raps))
-        return found[0], found[1]
+            both.append(prediction_sets(logits, calibration, u, **raps))
+        return both[0], both[1]
 
     def run_epoch(self, epoch: int) -> None:
         """Train for an epoch, and record the sets and the proxy's accuracy in Eq. 7."""
@@ -157,7 +157,7 @@ def draw_confusion(size: str, seed: int, out: Path) -> None:
             row: made(out / f"{table}-{row}", values_of(table, row, "α = 0.5", size, seed))
             for row in ("UM-pFSSL", *MIX)
         }
-        labels, found = [], {"UM-pFSSL": [], "Mix": []}
+        labels, predictions = [], {"UM-pFSSL": [], "Mix": []}
         for client in results["UM-pFSSL"].clients.index:
             x, y, classes = results["UM-pFSSL"].test(client)
             predicted = {
@@ -165,10 +165,10 @@ def draw_confusion(size: str, seed: int, out: Path) -> None:
                 for row, each in results.items()
             }
             labels.append(y)
-            found["UM-pFSSL"].append(predicted["UM-pFSSL"].labels)
+            predictions["UM-pFSSL"].append(predicted["UM-pFSSL"].labels)
             mixed = np.mean([predicted[row].probabilities for row in MIX], axis=0)
-            found["Mix"].append(mixed.argmax(1))
-        for ax, (name, each) in zip(axes, found.items(), strict=True):
+            predictions["Mix"].append(mixed.argmax(1))
+        for ax, (name, each) in zip(axes, predictions.items(), strict=True):
             truth, guessed = np.concatenate(labels), np.concatenate(each)
             known = range(len(classes))
             shares = confusion_matrix(truth, guessed, labels=known, normalize="true")

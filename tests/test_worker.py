@@ -66,6 +66,7 @@ SERVE = textwrap.dedent(COMMAND) + textwrap.dedent("""
             time.sleep(0.02)
         return command
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
     with contextlib.suppress(KeyboardInterrupt):
         worker.serve(load, int(sys.argv[1]))
 """)

@@ -210,13 +210,13 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         for stored in listed if isinstance(listed, list) else ():
             if isinstance(stored, dict):
                 key = {field: stored.get(field, False) for field in KEY}
-                found = [claim for fields, claim in declared if fields == key]
-                if not found:
+                matching = [claim for fields, claim in declared if fields == key]
+                if not matching:
                     raise ValueError(
                         f"expected comparisons of declared claims, got {key}. Repeat `fedhet table "
                         f"{name} --size {size}`, which reuses finished runs."
                     )
-                stored["stated"] = found[0]
+                stored["stated"] = matching[0]
         return content
 
     @property
@@ -607,6 +607,8 @@ def curves(results: Results) -> list[Drawing]:
     curves have one figure.
     """
     drawn: dict[object, list[Drawing]] = {}
+    if not results.plan.table.curves:
+        return []
     for column in results.plan.table.columns_in(results.plan.size):
         rows: dict[tuple[object, Column], Curve] = {}
         for (row, name), each in results.cells.items():
@@ -618,20 +620,20 @@ def curves(results: Results) -> list[Drawing]:
                 label = each.cell.row.method if key in rows else row
                 rows[key] = Curve(label, {}, (*runs,), (words[0], words[1]))
         for of_method in (False, True):
-            found = {k: v for k, v in rows.items() if (v.column[0] == "figure") == of_method}
-            labels = *found, *(curve.label for curve in found.values())
-            if found and labels not in drawn and results.plan.table.curves:
-                parts = [*found.values()], results.plan, column.name
+            shown = {k: v for k, v in rows.items() if (v.column[0] == "figure") == of_method}
+            labels = *shown, *(curve.label for curve in shown.values())
+            if shown and labels not in drawn:
+                parts = [*shown.values()], results.plan, column.name
                 drawn[labels] = _drawn(*parts, of_method=of_method)
     return [figure for figures in drawn.values() for figure in figures]
 
 
-def _drawn(found: Sequence[Curve], plan: Plan, column: str, *, of_method: bool) -> list[Drawing]:
+def _drawn(shown: Sequence[Curve], plan: Plan, column: str, *, of_method: bool) -> list[Drawing]:
     """Return the figures of a column's accuracies, or of its metrics of methods."""
-    names = tuple(sorted({curve.column[1] for curve in found})) if of_method else ()
-    headline, metric = (found[0].column[0], HEADLINE), metric_of(ACCURACY)
+    names = tuple(sorted({curve.column[1] for curve in shown})) if of_method else ()
+    headline, metric = (shown[0].column[0], HEADLINE), metric_of(ACCURACY)
     compared = RunComparison(
-        (*found,), (headline,), NAN, "", (), names, (), metric, "none"
+        (*shown,), (headline,), NAN, "", (), names, (), metric, "none"
     )  # fmt: skip
     wanted = {f"compare-{name}" for name in names} if of_method else {"curves", "costs"}
     return [_of_column(each, plan, column) for each in drawings(compared) if each.name in wanted]
@@ -687,14 +689,14 @@ def write_overview(tables: Sequence[Results], path: Path) -> None:
 
 def overview(tables: Sequence[Results]) -> Cells:
     """Build an overview with one row per table: finished runs, and outcomes of comparisons."""
-    found = [each.result for each in tables]
-    counts = [Counter[str](each.outcome for each in result.comparisons) for result in found]
-    taus = [[tau for tau in result.agreement.values() if tau is not None] for result in found]
+    listed = [each.result for each in tables]
+    counts = [Counter[str](each.outcome for each in result.comparisons) for result in listed]
+    taus = [[tau for tau in result.agreement.values() if tau is not None] for result in listed]
     return Cells(
         {
-            "table": [Cell(result.table) for result in found],
+            "table": [Cell(result.table) for result in listed],
             "title": [Cell(each.plan.table.title) for each in tables],
-            "runs": [Cell(f"{result.finished} of {result.runs}") for result in found],
+            "runs": [Cell(f"{result.finished} of {result.runs}") for result in listed],
             "Kendall's τ": [Cell(", ".join(map(_number, each)) or "–") for each in taus],
             **{name: [Cell(str(count[name])) for count in counts] for name in OUTCOMES},
         },
@@ -773,14 +775,14 @@ def _range_cell(ends: Range, text: Callable[[float], str]) -> Cell:
 
 def outcomes(result: TableResult) -> Cells:
     """Build a table with one row per claim: its bounds, and its comparisons by outcome."""
-    found: dict[str, list[Comparison]] = {}
+    groups: dict[str, list[Comparison]] = {}
     for each in result.comparisons:
-        found.setdefault(each.claim, []).append(each)
-    counts = [Counter(each.outcome for each in group) for group in found.values()]
+        groups.setdefault(each.claim, []).append(each)
+    counts = [Counter(each.outcome for each in group) for group in groups.values()]
     return Cells(
         {
-            "claim": [Cell(claim) for claim in found],
-            "bound": [Cell(bounds(each.stated for each in group)) for group in found.values()],
+            "claim": [Cell(claim) for claim in groups],
+            "bound": [Cell(bounds(each.stated for each in group)) for group in groups.values()],
             **{name: [Cell(str(count[name])) for count in counts] for name in OUTCOMES},
         },
         words=2,
@@ -794,18 +796,19 @@ def bounds(claims: Iterable[Claim]) -> str:
 
 def claims(result: TableResult) -> Cells:
     """Build a table with one row per comparison: claim, bound, cells, difference, and outcome."""
-    found = result.comparisons
+    comparisons = result.comparisons
     return Cells(
         {
-            "claim": [Cell(each.claim) for each in found],
-            "bound": [Cell(each.stated.bound) for each in found],
-            "where": [Cell(each.cells) for each in found],
-            "difference": [Cell(each.text) for each in found],
-            "seeds": [Cell(str(each.seeds)) for each in found],
+            "claim": [Cell(each.claim) for each in comparisons],
+            "bound": [Cell(each.stated.bound) for each in comparisons],
+            "where": [Cell(each.cells) for each in comparisons],
+            "difference": [Cell(each.text) for each in comparisons],
+            "seeds": [Cell(str(each.seeds)) for each in comparisons],
             "test samples": [
-                Cell("–" if each.test_samples is None else str(each.test_samples)) for each in found
+                Cell("–" if each.test_samples is None else str(each.test_samples))
+                for each in comparisons
             ],
-            f"holds on {result.data}?": [Cell(each.outcome) for each in found],
+            f"holds on {result.data}?": [Cell(each.outcome) for each in comparisons],
         },
         words=3,
     )

@@ -282,10 +282,10 @@ class PaperTable(_Part):
     @property
     def sentences(self) -> dict[str, list[Claim]]:
         """Claims by sentence."""
-        found: dict[str, list[Claim]] = {}
+        claims: dict[str, list[Claim]] = {}
         for claim in self.claims:
-            found.setdefault(claim.says, []).append(claim)
-        return found
+            claims.setdefault(claim.says, []).append(claim)
+        return claims
 
     def metric_of(self, row: Row, column: Line) -> Metric:
         """Return the metric of a cell: the name and the round that the first part states."""
