@@ -6,7 +6,7 @@ The operations of a forward and a backward pass are measured with PyTorch's coun
 of a table's runs. They are multiplied by the number of samples in all passes: the passes of the
 private models and of the models that a method adds to clients, and one pass over public samples per
 round for each sampled client and for the server's model. Evaluation, other training on the server,
-models without gradients, and the table of texts are excluded.
+models without gradients, and the tables with pretrained encoders are excluded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from fedhet.models import DRAWN, WITHOUT_GRADIENTS, build
 DATA = {
     "cifar10": (50_000, (3, 32, 32), 10), "cifar100": (50_000, (3, 32, 32), 100),
     "fashion-mnist": (60_000, (1, 28, 28), 10), "imagefolder": (90_000, (3, 32, 32), 10),
-    "digits": (1_438, (1, 8, 8), 10), "npz": (60_000, (1, 28, 28), 62),
+    "fed-isic2019": (23_247, (3, 200, 200), 8), "digits": (1_438, (1, 8, 8), 10),
+    "npz": (60_000, (1, 28, 28), 62),
     "adult": (25_000, (108,), 2), "breast-cancer": (455, (30,), 2),
     "medmnist:data/pathmnist.npz": (100_000, (3, 28, 28), 9),
     "medmnist:data/organamnist.npz": (41_052, (1, 28, 28), 11),
 }  # fmt: skip
 """Training samples, shape and classes of each dataset; `imagefolder` is CINIC-10."""
-OF_TEXTS = "fedtype-8"
-"""Excluded table, because its models can be built only with the files of an encoder."""
+WITH_ENCODERS = "fedlora-", "fedtype-8"
+"""Beginnings of the names of excluded tables, whose models need the files of an encoder."""
 BATCH = 8
 
 
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tflops", type=float, default=10.0, help="sustained, 10^12 a second")
     asked = parser.parse_args()
-    names = [name for name in table_names() if name != OF_TEXTS]
+    names = [name for name in table_names() if not name.startswith(WITH_ENCODERS)]
     plans = [plan(n, read_table(n), asked.size, range(asked.seeds), Path()) for n in names]
     rows = [(found.name, found.runs) for found in plans]
     rows.append(("all", each_once(run for found in plans for run in found.runs)))

@@ -31,11 +31,11 @@ class UmPfsslSettings(MethodSettings):
         description="warm-up epochs of all clients on labeled data, before round t = 1",
     )
     warm_up_steps: CountOrNone = Field(
-        0, description="minimum number of optimizer steps in the warm-up; 0 = no minimum"
+        200, description="minimum number of optimizer steps in the warm-up; 0 = no minimum"
     )
     passes: Count = Field(8, description="number T of dropout masks per prediction")
     relation: RelationKind = Field(
-        "en+ta",
+        "ta",
         description="terms of the relation Corr: entropy (en), test accuracy (ta), or both",
     )
     divergence: Divergence = Field(
