@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
 from fedhet.experiments import plan as planning
-from fedhet.experiments.claims import MEASURED, claims_of, read_finished, verdict_of
+from fedhet.experiments.claims import MEASURED, read_finished, verdict_of
 from fedhet.experiments.paper import collect
 from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 from tools.results import pages
@@ -27,6 +27,10 @@ TABLES = Path(str(planning.FILES))
 DOCS = Path(__file__).parent.parent / "docs"
 KEYS = {"paper", "table", "size", "data", "claim", "bound", "verdict"}
 VERDICTS = {"holds", "not-told-apart", "does-not-hold", "not-measured"}
+
+
+def claims_of(table):
+    return [*read_table(table).sentences]
 
 
 def call(*words):

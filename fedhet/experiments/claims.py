@@ -136,11 +136,6 @@ def claims_in(tables: Iterable[TableResult]) -> list[TestedClaim]:
     ]
 
 
-def claims_of(table: str) -> list[str]:
-    """Return a paper's claims about a table, without duplicates."""
-    return [*read_table(table).sentences]
-
-
 def counted(claims: Sequence[TestedClaim]) -> Cells:
     """Build a table of claims by verdict, with a row per paper and size, and a total per size."""
     papers = [*dict.fromkeys(paper_of(name) for name in table_names())]
@@ -148,8 +143,9 @@ def counted(claims: Sequence[TestedClaim]) -> Cells:
         name: [] for name in ("paper", "size", "tables", "claims", *WORDS.values())
     }
     for paper in (*papers, "all"):
-        every = [n for n in table_names() if paper in (paper_of(n), "all") and claims_of(n)]
+        tables = {n: read_table(n) for n in table_names() if paper in (paper_of(n), "all")}
         for size in SIZES:
+            every = [n for n, table in tables.items() if table.claims and size in table.sizes]
             checked = [c for c in claims if c.result.size == size and paper in (c.paper, "all")]
             if not checked:
                 continue

@@ -81,17 +81,20 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
 
     If `rows` is not empty, only rows whose names start with a word in `rows` are trained.
     """
-    plans = []
-    for name in tables_of(word):
-        table, size = read_table(name), wanted.size
-        if size not in SIZES or size not in table.sizes:
-            sizes = ", ".join(table.sizes)
-            raise SettingsError(f"'--size': table '{name}': expected {sizes}, got {size!r}")
+    plans, size, names = [], wanted.size, tables_of(word)
+    for name in names:
+        table = read_table(name)
+        if size not in table.sizes:
+            problem = f"table '{name}': expected {', '.join(table.sizes)}, got {size!r}"
+            if size not in SIZES or len(names) == 1:
+                raise SettingsError(f"'--size': {problem}")
+            say(f"skipped {problem}")
+            continue
         plans.append(plan(name, table, size, wanted.seeds, wanted.out / "runs", wanted.over))
-    names = list(dict.fromkeys(cell.row.name for planned in plans for cell in planned.cells))
+    known = list(dict.fromkeys(cell.row.name for planned in plans for cell in planned.cells))
     for start in rows:
-        if not any(name.startswith(start) for name in names):
-            rows_known = "; ".join(names)
+        if not any(name.startswith(start) for name in known):
+            rows_known = "; ".join(known)
             raise SettingsError(f"'--rows': expected rows of {word} ({rows_known}), got {start!r}")
     for planned in plans:
         for notice in planned.replaced:
