@@ -95,7 +95,10 @@ EXTERNAL = (
 """Functions for each family of custom or library models: the first matches a name, the second
 checks the name, and the third builds the model."""
 NO_SAMPLE_GRADIENTS = frozenset(
-    {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
+    {
+        *("signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"),
+        *("htfl-vit-b-16", "htfl-vit-b-32"),
+    }
 )
 """Recurrent and attention networks, for which Opacus cannot compute per-sample gradients."""
 MAX_COMPUTED = 2**16
@@ -366,7 +369,8 @@ def _assemble(
             return assemble(name, shape, classes, feature_dim, KINDS.get(kind))
     info = find(name)
     info.check(shape, KINDS.get(kind))
-    return join(info.extractor(shape), _native_width(name, shape), classes, feature_dim)
+    extractor, native = info.extractor(shape), _native_width(name, shape)
+    return join(extractor, native, classes, feature_dim, info.pooled, info.hidden)
 
 
 @lru_cache(maxsize=1024)

@@ -51,6 +51,11 @@ class ModelInfo:
     """Whether the model supports other widths, with names such as cnn2-x0.5."""
     takes: Kind | None = None
     """Supported sample kind. None means images, or any kind if `min_side` is None."""
+    pooled: int = 0
+    """Default width to which an adaptive average pool brings the extractor's output. The pool also
+    replaces the linear adapter to other widths; 0 = no pool."""
+    hidden: int = 0
+    """Width of the classifier's hidden layer; 0 = the classifier is a single linear layer."""
 
     def check(self, shape: Shape, kind: Kind | None = None) -> None:
         """Check the samples. Raises ModelError if the model does not support their shape and kind.
@@ -121,17 +126,28 @@ class HetModel(nn.Sequential):
         return features, self.classifier(features)
 
 
-def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | None) -> HetModel:
-    """Add a linear classifier to an extractor.
+def join(
+    extractor: nn.Module,
+    native: int,
+    classes: int,
+    feature_dim: int | None,
+    pooled: int = 0,
+    hidden: int = 0,
+) -> HetModel:
+    """Add a classifier to an extractor.
 
-    If `feature_dim` differs from the extractor's width `native`, a linear adapter is inserted
-    between the extractor and the classifier.
+    If `feature_dim` differs from the extractor's width `native`, an adapter is inserted between the
+    extractor and the classifier. The adapter is linear, or an average pool if `pooled` is set.
+    `ModelInfo` describes `pooled` and `hidden`.
     """
-    width = native if feature_dim is None else feature_dim
+    width = feature_dim or pooled or native
     if width != native:
-        layers = OrderedDict(native=extractor, adapter=nn.Linear(native, width))
-        extractor = nn.Sequential(layers)
-    return HetModel(extractor, nn.Linear(width, classes), width)
+        adapter = nn.AdaptiveAvgPool1d(width) if pooled else nn.Linear(native, width)
+        extractor = nn.Sequential(OrderedDict(native=extractor, adapter=adapter))
+    classifier: nn.Module = nn.Linear(hidden or width, classes)
+    if hidden:
+        classifier = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), classifier)
+    return HetModel(extractor, classifier, width)
 
 
 def output_shape(

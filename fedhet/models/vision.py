@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fedhet.base.errors import ModelError
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import Shape
 from fedhet.models.base import DrawnInfo, Dropout, ModelInfo, scale_channels
@@ -155,8 +156,10 @@ def first_conv(conv: nn.Conv2d, shape: Shape, *, small_stem: bool = True) -> nn.
     small = small_stem and is_small(shape)
     if not small and conv.in_channels == shape[0]:
         return conv
-    kernel, stride = (3, 1) if small else (conv.kernel_size[0], conv.stride[0])
-    bias, padding = conv.bias is not None, kernel // 2
+    kernel, stride, padding = (3, 1, 1)
+    if not small:
+        kernel, stride, padding = conv.kernel_size[0], conv.stride[0], int(conv.padding[0])
+    bias = conv.bias is not None
     fitted = nn.Conv2d(shape[0], conv.out_channels, kernel, stride, padding, bias=bias)
     he_init(fitted)
     return fitted
@@ -315,6 +318,51 @@ def vgg(shape: Shape, layout: str) -> nn.Module:
     return module
 
 
+def fedavg_cnn(shape: Shape) -> nn.Module:
+    """Build the CNN of McMahan et al. 2017 without padding: [N, C, H, W] -> [N, 512]."""
+    height, width = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
+    return nn.Sequential(
+        *(nn.Conv2d(shape[0], 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64 * height * width, 512), nn.ReLU()),
+    )
+
+
+def htfl_network(shape: Shape, name: str) -> nn.Module:
+    """Build a network of HtFLlib without its head: [N, C, H, W] -> [N, D].
+
+    The networks are torchvision's, without changes for small images. HtFLlib's own ResNet-4, 6, 8,
+    and 10 have one to four stages with one basic block each.
+    """
+    from torchvision.models import get_model, resnet
+
+    options: dict[str, Any] = {"googlenet": {"aux_logits": False, "init_weights": True}}
+    if name.startswith("vit"):
+        if shape[1] != shape[2] or shape[1] % (patch := int(name[-2:])):
+            raise ModelError(
+                f"model '{htfl_name(name)}': expected square images whose side is a multiple of "
+                f"{patch}, got shape {shape}"
+            )
+        options[name] = {"image_size": shape[1]}
+    if name in HTFL_STAGES:
+        net: Any = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=1)
+        for stage in range(HTFL_STAGES[name], 4):
+            setattr(net, f"layer{stage + 1}", nn.Identity())
+    else:
+        net = get_model(name, weights=None, num_classes=1, **options.get(name, {}))
+    path, conv = next((p, m) for p, m in net.named_modules() if isinstance(m, nn.Conv2d))
+    net.set_submodule(path, first_conv(conv, shape, small_stem=False))
+    head = next(each for each in ("heads", "fc", "classifier") if hasattr(net, each))
+    setattr(net, head, net.classifier[:-1] if head == "classifier" else nn.Identity())
+    module: nn.Module = net
+    return module
+
+
+def htfl_name(network: str) -> str:
+    """Return the name of a network of HtFLlib, such as htfl-vit-b-16."""
+    return f"htfl-{network.replace('_', '-')}"
+
+
 # CoFED, Table 1: number of 3x3 filters in each layer.
 COFED = (
     *((24, 40), (24, 32, 56), (20, 32), (24, 40, 56), (20, 32, 80)),
@@ -418,6 +466,14 @@ TORCHVISION: Mapping[str, str] = MappingProxyType(
     }
 )
 """Names in torchvision of the networks that are also available with pretrained weights."""
+HTFL_STAGES = {f"resnet{2 + 2 * stages}": stages for stages in (1, 2, 3, 4)}
+HTFL = (
+    *(*HTFL_STAGES, "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("googlenet", "mobilenet_v2", "vit_b_16", "vit_b_32"),
+)
+"""Networks of HtFLlib, with their names there and in torchvision."""
+HTFL_FEATURES, HTFL_HIDDEN = 512, 768
+"""HtFLlib's default feature width, and the hidden width of the head of its vision transformers."""
 SMALL_DROPOUT = 0.25
 """Dropout rate of small networks; ResNet-9's rate of 0.5 is too high for 16 and 32 filters
 (docs/results.md)."""
@@ -436,6 +492,11 @@ MODELS = (
     _cnn("cnn2-dropout", f"cnn2 with dropout {SMALL_DROPOUT}", 4, CNN2_DROPOUT),
     _cnn("cnn3-dropout", f"cnn3 with dropout {SMALL_DROPOUT}", 8, CNN3_DROPOUT),
     ModelInfo("lenet5", "cnn", "conv 6-16 of 5x5, linear 120-84", "LeCun et al. 1998", 12, lenet5),
+    ModelInfo(
+        *("fedavg-cnn", "cnn", "conv 32-64 of 5x5 without padding, linear 512"),
+        *("FedAvgCNN of PFLlib and HtFLlib", 16, fedavg_cnn),
+        pooled=HTFL_FEATURES,
+    ),
     ModelInfo(
         "resnet9", "resnet", "DAVIDNet with dropout 0.5", "UM-pFSSL, section VI-A", 8, resnet9
     ),
@@ -474,5 +535,18 @@ MODELS = (
             ("efficientnet-b0", "EfficientNet-B0", inverted),
         )
         for extractor in [partial(build, name=TORCHVISION[name])]
+    ),
+    *(
+        ModelInfo(
+            htfl_name(name),
+            "htfl",
+            f"HtFLlib's {name}, with an average pool to {HTFL_FEATURES} features",
+            "HtFLlib, torchvision",
+            32 if name == "vit_b_32" else 16,
+            partial(htfl_network, name=name),
+            pooled=HTFL_FEATURES,
+            hidden=HTFL_HIDDEN if name.startswith("vit") else 0,
+        )
+        for name in HTFL
     ),
 )

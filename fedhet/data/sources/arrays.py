@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from fedhet.tasks import Classification, find_task
 LOG = logging.getLogger("fedhet")
 # Limit labels, because the largest label determines the number of classes, and thus the memory.
 MAX_CLASSES = 65_536
-_BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
+BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
 Arrays = dict[str, npt.NDArray[Any]]
 _MIN_TRAIN = 2
 """Minimum number of training samples of a client."""
@@ -76,6 +76,8 @@ def read_arrays(
             for name in names:
                 if name not in available:
                     got = ", ".join(available) or "none"
+                    if got == "data":
+                        hint = ". Use pfllib:DIR for the files of PFLlib and HtFLlib."
                     raise DataError(f"{path}: array {name!r} not found, got {got}{hint}")
                 with archive.open(member := f"{name}.npy") as file:
                     if (version := np.lib.format.read_magic(file)) != (1, 0):
@@ -91,7 +93,7 @@ def read_arrays(
                         fault = f"{claim} does not match the size of the data"
                         raise DataError(f"{path}: {member}: {fault}")
                 are_bytes = name == "x" and dtype == np.uint8 and not scaled
-                item_bytes = 1 if are_bytes else _BYTES_PER_VALUE.get(name, 8)
+                item_bytes = 1 if are_bytes else BYTES_PER_VALUE.get(name, 8)
                 total += max(size, item_bytes * math.prod(shape))
             check_max_bytes(total, spec, path)
         return load_npz(path, names)
@@ -189,7 +191,12 @@ def check_no_subset(spec: DataSpec) -> None:
         )
 
 
-def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
+def read_npz(
+    location: str,
+    spec: DataSpec,
+    kind: Kind = IMAGE,
+    read: Callable[[Path, Sequence[str], DataSpec], Arrays] = read_arrays,
+) -> Dataset:
     """Read arrays x and y from .npz files.
 
     The files are DIR/train.npz and optionally DIR/test.npz, or one file for each client:
@@ -202,6 +209,7 @@ def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
         spec: Data settings. `data.by` may name an array in train.npz with an integer or a word for
             each sample.
         kind: Kind of the samples. IMAGE stands for images or table rows.
+        read: Function that reads the named arrays from a file.
 
     Raises:
         DataError: If a file is missing or invalid, or exceeds `data.max-bytes`.
@@ -211,12 +219,12 @@ def read_npz(location: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     kind = KINDS[spec.sample_kind] if kind is IMAGE and spec.sample_kind != "auto" else kind
     files, is_single = _npz_files(root, spec)
     first, expected = files[TRAIN][0], spec.expected or Expected()
-    targets = ((path, read_arrays(path, ("y",), spec)["y"]) for path in files[TRAIN])
+    targets = ((path, read(path, ("y",), spec)["y"]) for path in files[TRAIN])
     declared, spec = declared_targets(spec, root)
     schema = infer_array_targets(root, targets, spec, declared)
     splits: dict[Path, Split] = {}
     for part, path in [(part, path) for part, paths in files.items() for path in paths]:
-        arrays = read_arrays(path, ("x", "y"), spec)
+        arrays = read(path, ("x", "y"), spec)
         classes = expected.outputs or MAX_CLASSES
         splits[path] = split = make_split(arrays["x"], arrays["y"], path, kind, classes, schema)
         check_max_bytes(sum(each.x.nbytes + each.y.nbytes for each in splits.values()), spec, root)
@@ -257,10 +265,10 @@ def _npz_files(root: Path, spec: DataSpec) -> tuple[dict[str, list[Path]], bool]
             f"data.by must be empty if {root} has one file per client and no {single.name}, got "
             f"{spec.by!r}"
         )
-    return {**_client_files(root), "common": [common] if common.exists() else []}, False
+    return {**client_files(root), "common": [common] if common.exists() else []}, False
 
 
-def _client_files(root: Path) -> dict[str, list[Path]]:
+def client_files(root: Path) -> dict[str, list[Path]]:
     """Return the training and test files of the clients, in order."""
     names = {part: {file.name for file in (root / part).glob("*.npz")} for part in (TRAIN, TEST)}
     for part, present in names.items():
