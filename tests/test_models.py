@@ -22,7 +22,10 @@ from fedhet.models.user_model import import_user_model
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 NAMES = [name for name in models.names() if models.MODELS[name].takes is None]
 """The models of images; those of other kinds are in test_kinds."""
+HTFL = [name for name in NAMES if models.MODELS[name].pooled]
+"""The models of HtFLlib, whose features are averaged to the width that a method needs."""
 HEAVY = {"resnet101", "resnet152", "vgg13", "vgg16", "vgg19", "gems-resnet110"}
+HEAVY |= {f"htfl-{name}" for name in ("resnet101", "resnet152", "vit-b-16", "vit-b-32")}
 LIGHT = [name for name in NAMES if name not in HEAVY]
 SAMPLE = ["mlp", "cnn2", "resnet9", "resnet10", "gems-resnet11", "mobilenet-v3-small"]
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -30,12 +33,14 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 def smallest(name: str) -> tuple[int, int, int]:
     """Return the smallest of SHAPES that the model accepts."""
-    return SHAPES[1] if name == "lenet5" else SHAPES[0]
+    return next(shape for shape in SHAPES if fits(name, shape))
 
 
 def fits(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether the model accepts `shape`, one of SHAPES."""
-    return not (name == "lenet5" and shape == SHAPES[0])
+    if name.startswith("htfl-vit"):  # The side is a multiple of the patch's side.
+        return shape == SHAPES[2]
+    return not (name in ("lenet5", *HTFL) and shape == SHAPES[0])
 
 
 def parameters(name: str, shape: tuple[int, ...], classes: int) -> int:
@@ -76,7 +81,9 @@ def test_every_model_on_every_shape_without_memory(name: str) -> None:
         state = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         declared = models.shapes(name, shape, 10)
         assert state == {key: dims for key, (dims, _) in declared.items()}
-        assert declared["classifier.weight"] == ((10, model.feature_dim), "float32")
+        head = "classifier.0" if name.startswith("htfl-vit") else "classifier"
+        assert declared[f"{head}.weight"][0][1] == model.feature_dim
+        assert (name in HTFL) <= (model.feature_dim == 512)
     with torch.device("meta"):
         features, logits = model.features_and_logits(torch.zeros(4, *shape))
     assert features.shape == (4, model.feature_dim)
@@ -125,7 +132,7 @@ def test_odd_channels_and_sides(name: str, shape: tuple[int, ...]) -> None:
     assert models.shapes(name, shape, 5)["classifier.bias"] == ((5,), "float32")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in HTFL])
 def test_adapter_gives_the_requested_width(name: str) -> None:
     shape = (1, 28, 28)
     plain = models.shapes(name, shape, 3)
@@ -237,10 +244,125 @@ def test_small_image_is_divided_by_eight(name: str) -> None:
     assert (sides[0], sides[-1]) == (32, 4)
 
 
+def htfllib(name: str) -> nn.Module:
+    """Build a network of HtFLlib for RGB images as published there, except for its head."""
+    match name.removeprefix("htfl-"):
+        case "fedavg-cnn":
+            conv = [nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+            conv += [nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)]
+            return nn.Sequential(*conv, nn.Flatten(), nn.Linear(1600, 512), nn.ReLU())
+        case "googlenet":
+            net = tv.googlenet(weights=None, aux_logits=False, init_weights=False)
+        case "mobilenet-v2":
+            net = tv.mobilenet_v2(weights=None)
+            net.classifier[1] = nn.Identity()
+            return net
+        case "vit-b-16" | "vit-b-32" as vit:
+            net = tv.get_model(vit.replace("-", "_"), weights=None, image_size=32)
+            net.heads = nn.Identity()
+            return net
+        case "resnet4" | "resnet6" | "resnet8" | "resnet10" as small:
+            layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)]
+            layers += [nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+            inputs = 64
+            for outputs in (64, 128, 256, 512)[: int(small[6:]) // 2 - 1]:
+                shortcut, stride = None, 1
+                if outputs > 64:
+                    conv = nn.Conv2d(inputs, outputs, 1, 2, bias=False)
+                    shortcut, stride = nn.Sequential(conv, nn.BatchNorm2d(outputs)), 2
+                layers.append(tv.resnet.BasicBlock(inputs, outputs, stride, shortcut))
+                inputs = outputs
+            return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        case large:
+            net = tv.get_model(large, weights=None)
+    net.fc = nn.Identity()
+    module: nn.Module = net
+    return module
+
+
+@pytest.mark.parametrize("name", [name for name in HTFL if name not in HEAVY])
+@pytest.mark.parametrize("width", [512, 64])
+def test_htfl_models_equal_the_published_networks(name: str, width: int) -> None:
+    """Equal weights, in the order of the layers, give equal features, outputs, and gradients."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(htfllib(name), nn.AdaptiveAvgPool1d(width), nn.Linear(width, 10))
+    ours = models.build(name, (3, 32, 32), 10, seed=0, feature_dim=None if width == 512 else width)
+    for mine, other in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        mine.copy_(other)
+    batch = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    for part in (theirs, ours):
+        for layer in part.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+    features, logits = ours.features_and_logits(batch)
+    expected = theirs[:2](batch)
+    assert features.shape == (4, width)
+    torch.testing.assert_close(features, expected, rtol=0, atol=0)
+    nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3])).backward()
+    nn.functional.cross_entropy(theirs[2](expected), torch.tensor([0, 1, 2, 3])).backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("name", [name for name in HTFL if name in HEAVY])
+def test_heavy_htfl_models_have_the_published_layers(name: str) -> None:
+    """Tensors and outputs of layers have the shapes of the published networks, in their order."""
+    with torch.device("meta"):
+        head = nn.Linear(512, 10)
+        if "vit" in name:
+            head = nn.Sequential(nn.Linear(512, 768), nn.Tanh(), nn.Linear(768, 10))
+        theirs = nn.Sequential(htfllib(name), nn.AdaptiveAvgPool1d(512), head)
+        ours = models.build(name, (3, 32, 32), 10, seed=0)
+        shapes: list[list[tuple[int, ...]]] = []
+        for network in (ours, theirs):
+            found: list[tuple[int, ...]] = []
+            for part in network.modules():
+                if isinstance(part, (nn.Conv2d, nn.Linear, nn.Tanh)):
+                    part.register_forward_hook(lambda _m, _i, y, f=found: f.append(y.shape))
+            network(torch.zeros(4, 3, 32, 32))
+            shapes.append(found)
+    assert shapes[0] == shapes[1]
+    assert [t.shape for t in ours.state_dict().values()] == [
+        t.shape for t in theirs.state_dict().values()
+    ]
+    assert "vit" not in name or isinstance(ours.classifier[1], nn.Tanh)
+
+
+@pytest.mark.parametrize("name", HTFL)
+def test_htfl_models_support_grayscale_images(name: str) -> None:
+    rgb, gray = (models.shapes(name, (channels, 32, 32), 3) for channels in (3, 1))
+    changed = {key for key in rgb if rgb[key] != gray[key]}
+    assert len(changed) == 1
+    (first,) = changed
+    assert rgb[first][0][1:2] == (3,)
+    assert gray[first][0] == (rgb[first][0][0], 1, *rgb[first][0][2:])
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (3, 32, 64)])
+def test_vision_transformers_need_square_images_of_whole_patches(shape) -> None:
+    with pytest.raises(ModelError, match=r"'htfl-vit-b-32'.*multiple of 32, got shape"):
+        models.shapes("htfl-vit-b-32", shape, 3)
+
+
+@pytest.mark.parametrize("name", ["fedavg-cnn", "htfl-resnet4", "htfl-mobilenet-v2"])
+def test_htfl_features_are_averages(name: str) -> None:
+    """Compare the pool with means over ranges, which may overlap or repeat a feature."""
+    ours = models.build(name, (3, 32, 32), 3, seed=0, feature_dim=100).eval()
+    x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        native = ours.extractor.get_submodule("native")(x)
+        count = native.shape[1]
+        columns = [
+            native[:, k * count // 100 : -(-(k + 1) * count // 100)].mean(1) for k in range(100)
+        ]
+        torch.testing.assert_close(ours.extractor(x), torch.stack(columns, 1))
+    assert not list(ours.extractor.get_submodule("adapter").parameters())
+
+
 def test_layer_counts_match_the_names() -> None:
     """Count the layers on the main path: convolutions except shortcuts, and linear layers."""
     for name in NAMES:
-        base = name.removeprefix("gems-").split("-")[0]
+        base = name.removeprefix("gems-").removeprefix("htfl-").split("-")[0]
         if not base.startswith("resnet") or name == "gems-resnet17-d":
             continue
         state = models.shapes(name, (3, 32, 32), 10)
@@ -324,6 +446,7 @@ def test_smallest_declared_side_is_supported() -> None:
     odd = {info.name: info.min_side for info in networks if info.min_side != 8}
     odd = {name: side for name, side in odd.items() if not name.startswith("cofed-cnn")}
     convolutional = {"cnn2": 4, "cnn2-dropout": 4, "cnn4": 4, "lenet5": 12}
+    convolutional |= {name: 32 if name == "htfl-vit-b-32" else 16 for name in HTFL}
     perceptrons = ("mlp", "mlp2", "mlp3", "mlp-dropout")
     assert odd == {**convolutional, **dict.fromkeys(perceptrons)}
     for name, side in odd.items():

@@ -338,7 +338,8 @@ def htfl_network(shape: Shape, name: str) -> nn.Module:
 
     options: dict[str, Any] = {"googlenet": {"aux_logits": False, "init_weights": True}}
     if name.startswith("vit"):
-        if shape[1] != shape[2] or shape[1] % (patch := int(name[-2:])):
+        patch = int(name[-2:])
+        if shape[1] != shape[2] or shape[1] % patch:
             raise ModelError(
                 f"model '{htfl_name(name)}': expected square images whose side is a multiple of "
                 f"{patch}, got shape {shape}"
