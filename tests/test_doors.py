@@ -328,6 +328,31 @@ def _saved_rows(root):
     return _saved(root, "train/*.arrow")
 
 
+# --- federations of other libraries
+
+
+def _pfllib_root(root):
+    for part in ("train", "test"):
+        (root / part).mkdir(parents=True)
+        for k in range(2):
+            data = {"x": np.ones((6, 3), np.float32), "y": np.arange(6) % 2}
+            np.savez_compressed(root / part / f"{k}.npz", data=data)
+    put(root / "config.json", {"num_clients": 2, "num_classes": 2})
+    return reads(f"pfllib:{root}")
+
+
+@door
+def _pfllib_data(root):
+    read = _pfllib_root(root)
+    return root / "train" / "1.npz", read
+
+
+@door
+def _pfllib_config(root):
+    read = _pfllib_root(root)
+    return root / "config.json", read
+
+
 # --- published datasets
 
 
@@ -520,9 +545,9 @@ SOUND = {
 """Doors and faults that leave a valid file."""
 BINARY = {
     "certificate", "authority", "server-key", "authority-key", "node-key", "publisher-key",
-    "packed-csv", "parquet", "npz", "medmnist", "image", "hub-parquet", "hub-csv", "hub-jsonl",
-    "saved-rows", "saved-splits", "saved-state", "saved-info", "mnist", "weights", "state",
-    "privacy-ledger",
+    "packed-csv", "parquet", "npz", "pfllib-data", "medmnist", "image", "hub-parquet", "hub-csv",
+    "hub-jsonl", "saved-rows", "saved-splits", "saved-state", "saved-info", "mnist", "weights",
+    "state", "privacy-ledger",
 }  # fmt: skip
 """Doors whose files are not text, or text that a library or fedhet has written or decodes."""
 FOUND_IN_DIRECTORY = {"hub-parquet", "hub-csv", "hub-jsonl", "mnist"}

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torchvision import models as tv  # type: ignore[import-untyped, unused-igno
 
 from fedhet import models
 from fedhet.base.errors import ModelError, SettingsError
-from fedhet.config.resolve import resolve
+from fedhet.config.resolve import check, resolve
 from fedhet.models import HetModel
 from fedhet.models.sequences import adaptive_means
 from fedhet.models.user_model import import_user_model
@@ -342,6 +343,19 @@ def test_htfl_models_support_grayscale_images(name: str) -> None:
 def test_vision_transformers_need_square_images_of_whole_patches(shape) -> None:
     with pytest.raises(ModelError, match=r"'htfl-vit-b-32'.*multiple of 32, got shape"):
         models.shapes("htfl-vit-b-32", shape, 3)
+
+
+@pytest.mark.parametrize("method", ["lg-fedavg", "fedgen", "fedgh"])
+def test_pool_with_different_heads_is_rejected_if_the_head_is_shared(method, tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "train.npz", x=rng.random((40, 3, 32, 32)), y=np.arange(40) % 2)
+    values = {"data.dataset": f"npz:{tmp_path}", "clients": 2}
+    pools = ["fedavg-cnn", "htfl-resnet4"], ["fedavg-cnn", "htfl-vit-b-32"]
+    same, other = (resolve({"method": method, **values, "models.pool": pool}) for pool in pools)
+    check(same)
+    with pytest.raises(SettingsError, match=r"models\.pool: .*classifier\.0\.weight.*vit-b-32"):
+        check(other)
+    check(resolve({"method": "fedproto", **values, "models.pool": pools[1]}))
 
 
 @pytest.mark.parametrize("name", ["fedavg-cnn", "htfl-resnet4", "htfl-mobilenet-v2"])

@@ -328,3 +328,33 @@ def test_later_preset_overrides_an_earlier_one():
 def test_unknown_preset_in_a_list_raises(names):
     with pytest.raises(SettingsError, match="unknown preset"):
         read_preset(names)
+
+
+CNN = "fedavg-cnn"
+RESNETS = [f"htfl-resnet{depth}" for depth in (4, 6, 8, 10, 18, 34, 50, 101, 152)]
+GOOGLENET, MOBILENET = "htfl-googlenet", "htfl-mobilenet-v2"
+HTFL = {  # HtFLlib, system/main.py
+    "htfe-img-2": [CNN, RESNETS[4]],
+    "htfe-img-3": RESNETS[3:6],
+    "htfe-img-4": [CNN, GOOGLENET, MOBILENET, RESNETS[4]],
+    "htfe-img-5": [GOOGLENET, MOBILENET, *RESNETS[4:7]],
+    "htfe-img-8": [CNN, GOOGLENET, MOBILENET, *RESNETS[4:]],
+    "htfe-img-9": RESNETS,
+    "htm-img-10": [CNN, GOOGLENET, MOBILENET, *RESNETS[4:], "htfl-vit-b-16", "htfl-vit-b-32"],
+}
+
+
+def test_every_family_of_htfllib_has_a_preset():
+    assert {name for name in preset_names() if name.startswith(("htfe-", "htm-"))} == set(HTFL)
+
+
+@pytest.mark.parametrize("name", HTFL)
+def test_preset_is_the_family_of_htfllib(name):
+    size = int(name.rpartition("-")[2])
+    assert read_preset(name) == {"models.pool": HTFL[name]}
+    assert len(HTFL[name]) == len(set(HTFL[name])) == size
+    joined = resolve(read_preset(f"fedtgp-cifar100,{name}"))
+    assert list(joined.run.models.pool) == HTFL[name]
+    assert joined.method_settings.feature_dim == 512
+    for model in HTFL[name]:
+        models.check(model, "image", (3, 32, 32), 10, any_model=False)

@@ -467,6 +467,20 @@ def check(config: Config, store: RunData | None = None) -> None:
         models.check(name, kind, shape, classes, any_model=any_model)
         info = ClientInfo("", name, 0, classes, kind, shape, task=task.name)
         spec.check_model(config.method_settings, info)
+    if getattr(config.method_settings, "part", "") == "head":
+        width = config.method_settings.width
+        heads = {
+            name: list(models.shapes(name, shape, classes, width, kind, "head"))
+            for name in dict.fromkeys(run.models.pool)
+            if name not in models.DRAWN
+        }
+        first = next(iter(heads), "")
+        if other := next((name for name in heads if heads[name] != heads[first]), ""):
+            raise SettingsError(
+                f"models.pool: all heads must have the same layers with {config.method.name}, "
+                f"expected {', '.join(heads[first])} as in '{first}', got "
+                f"{', '.join(heads[other])} in '{other}'. Remove one of these models."
+            )
     for field in spec.model_settings:
         _check_method_model(
             config,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import pickletools
 import re
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhet.base.arrays import read_header
-from fedhet.base.disk import expanded, read_json
+from fedhet.base.disk import expanded, parse_json, read_text
 from fedhet.base.errors import DataError, describe_error
 from fedhet.data.dataset import Dataset, Source
 from fedhet.data.folders import TRAIN
@@ -37,6 +38,7 @@ from fedhet.tasks import Classification, find_task
 MAX_OPERATIONS = 2**21
 """Maximum number of operations in a pickle, because each may allocate about 100 bytes. Two arrays
 need about 160 operations, and a list of arrays needs about 25 for each array."""
+MAX_CONFIG_BYTES = 2**24
 _OPERATIONS = frozenset(
     "PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE "
     "BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINBYTES BINBYTES BINBYTES8 SHORT_BINUNICODE "
@@ -192,9 +194,9 @@ def read_pfllib(location: str, spec: DataSpec) -> Dataset:
     """
     root = expanded(location)
     path, clients = root / "config.json", len(client_files(root)[TRAIN])
-    if path.exists():
+    if os.path.lexists(path):
         with reading(path, "JSON file"):
-            config = dict(read_json(path))
+            config = dict(parse_json(read_text(path, MAX_CONFIG_BYTES)))
         classes = config.get("num_classes", 0)  # Earlier versions do not state it.
         if (stated := config.get("num_clients")) != clients:
             rule = f"num_clients must be {clients}, the number of files in {root / TRAIN}"
