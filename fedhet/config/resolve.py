@@ -468,7 +468,7 @@ def check(config: Config, store: RunData | None = None) -> None:
         info = ClientInfo("", name, 0, classes, kind, shape, task=task.name)
         spec.check_model(config.method_settings, info)
     if getattr(config.method_settings, "part", "") == "head":
-        width = config.method_settings.width
+        width = getattr(config.method_settings, "width", None)
         heads = {
             name: list(models.shapes(name, shape, classes, width, kind, "head"))
             for name in dict.fromkeys(run.models.pool)

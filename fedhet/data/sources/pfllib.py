@@ -95,7 +95,7 @@ def read_pickle(content: bytes) -> Any:
         if operation.name not in _OPERATIONS:
             raise _ContentError(f"the operation {operation.name}")
         # Python would allocate memory for all numbers of stored objects up to a large one.
-        is_far = operation.name in ("BINPUT", "LONG_BINPUT") and int(arg) > count
+        is_far = operation.name in ("BINPUT", "LONG_BINPUT") and (arg or 0) > count
         if count == MAX_OPERATIONS or is_far:
             raise _ContentError(f"more than {MAX_OPERATIONS:,} operations or stored objects")
         if isinstance(arg, int) and not -(2**63) <= arg < 2**63:
@@ -108,6 +108,8 @@ def _array(value: Any, spec: DataSpec, where: object, *, is_item: bool = False) 
 
     Raises DataError if a list exceeds `data.max-bytes`: it may contain the same array many times.
     """
+    shape: tuple[Any, ...] = ()
+    is_fortran = False
     match value:
         case bool() | int() | float():
             return np.asarray(value)
@@ -116,7 +118,7 @@ def _array(value: Any, spec: DataSpec, where: object, *, is_item: bool = False) 
             check_max_bytes(sum(each.nbytes for each in items), spec, where)
             return np.stack(items)
         case _Call("scalar", (form, bytes() as content)):
-            shape, is_fortran = (), False
+            pass
         case _Call("_reconstruct", _, (1, tuple() as shape, form, is_fortran, content)):
             pass
         case _:
