@@ -49,6 +49,7 @@ RELATED = {
     "fedper": "fedavg",
     "fedprox": "fedavg",
     "fedproto": "fedhe",
+    "fedrep": "fedper",
     "fedtgp": "fedproto",
     "fedtype": "fml",
     "felo": "fedavg",

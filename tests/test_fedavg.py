@@ -17,11 +17,17 @@ from torch.nn import functional as F
 from fedhet.algorithms.weights import interpolate
 from fedhet.base.errors import FedhetError
 from fedhet.data.store import RunData
+from fedhet.learning.training import Optimization
 from fedhet.models import build, part_arrays, part_names, shapes
 
-METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "pfedbayes")
+METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme", "pfedbayes")
 WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")
-PARTS = {"fedbn": "all-but-norms", "fedper": "extractor", "lg-fedavg": "head"}
+PARTS = {
+    "fedbn": "all-but-norms",
+    "fedper": "extractor",
+    "fedrep": "extractor",
+    "lg-fedavg": "head",
+}
 MODELS = ("mlp", "cnn2", "cnn2-dropout", "resnet18", "gems-resnet11")
 
 
@@ -149,6 +155,15 @@ class Slow:
             w = {n: w[n] - self.lr * (g[n] + mu * (w[n] - anchor[n])) for n in w}
         return w, w
 
+    def alternating(self, head_epochs):
+        """Collins et al., Algorithm 1: tau updates of the head, then the representation's."""
+        w = dict(self.w)
+        for part, epochs in (("classifier.", head_epochs), ("extractor.", self.epochs)):
+            for _ in range(epochs):
+                g = self.gradient(w)
+                w = {n: v - self.lr * g[n] if n.startswith(part) else v for n, v in w.items()}
+        return w, w
+
     def moreau(self, strength, rate, steps):
         """T. Dinh et al., Algorithm 1, lines 6 to 8: the personal model, then the local copy."""
         w, theta = dict(self.w), dict(self.w)
@@ -165,6 +180,7 @@ ROUNDS = {
     "fedprox": ({"fedprox.mu": 0.7}, lambda slow: slow.proximal(0.7)),
     "fedbn": ({}, lambda slow: slow.proximal(0.0)),
     "fedper": ({}, lambda slow: slow.proximal(0.0)),
+    "fedrep": ({"fedrep.head-epochs": 4}, lambda slow: slow.alternating(4)),
     "lg-fedavg": ({}, lambda slow: slow.proximal(0.0)),
     "pfedme": (
         {"pfedme.strength": 2.0, "pfedme.rate": 0.2, "pfedme.steps": 3},
@@ -269,6 +285,46 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
     server = Server(federation("fedavg", models="mlp", **chosen), tmp_path / "plain")
     plain = reply_of(server.train(server.instruct(1))[0][1]).tensors
     assert any(not np.allclose(plain[name], replies[0][name], atol=1e-4) for name in plain)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_each_phase_of_fedrep_changes_only_its_part(tmp_path, monkeypatch, momentum):
+    """Gradients reach only the trained part; momentum and weight decay change no other part."""
+    chosen = {**PLAIN, "training.momentum": momentum, "training.weight-decay": 0.1}
+    server = Server(federation("fedrep", models="mlp", **chosen), tmp_path)
+    instructions = server.instruct(1)
+    client, seen = client_of(instructions[0][0]), []
+    step = Optimization.step
+
+    def watched(self, loss, penalty=0.0):
+        before = {n: p.detach().clone() for n, p in client.network.named_parameters()}
+        step(self, loss, penalty)
+        parameters = dict(client.network.named_parameters())
+        moved = {n.split(".")[0] for n, p in parameters.items() if not torch.equal(p, before[n])}
+        reached = {n.split(".")[0] for n, p in parameters.items() if p.grad is not None}
+        seen.append((moved, reached))
+        client.network.zero_grad()
+
+    monkeypatch.setattr(Optimization, "step", watched)
+    server.train(instructions[:1])
+    assert seen == [({"classifier"},) * 2] + 3 * [({"extractor"},) * 2]
+    assert all(parameter.requires_grad for parameter in client.network.parameters())
+
+
+def test_phases_of_fedrep_have_different_orders_of_the_samples(tmp_path, monkeypatch):
+    orders, draw = [], Optimization.batches
+
+    def watched(self, *arguments):
+        parts = [*draw(self, *arguments)]
+        orders.append(torch.cat(parts))
+        return parts
+
+    monkeypatch.setattr(Optimization, "batches", watched)
+    server = Server(federation("fedrep", models="mlp", local_epochs=1), tmp_path)
+    server.train(server.instruct(1)[:1])
+    head, extractor = orders
+    assert torch.equal(head.sort().values, extractor.sort().values)
+    assert not torch.equal(head, extractor)
 
 
 # What stays with a client

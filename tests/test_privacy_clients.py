@@ -414,6 +414,17 @@ def test_budget_is_recorded_before_each_pass_and_release(tmp_path, monkeypatch):
     assert (one.run, one.round, one.method, one.client) == ("run", 1, "felo", "client-1")
 
 
+def test_both_phases_of_fedrep_consume_the_planned_budget(tmp_path):
+    own = {"fedrep.head-epochs": 3, "training.local-epochs": 2, "rounds": 1}
+    client = opened(private("fedrep", **own), tmp_path)
+    weights = weights_for(client).tensors.items()
+    replied(client, 1, Knowledge({n: v for n, v in weights if n.startswith("weights/extractor.")}))
+    releases = [each.release for each in entries(tmp_path)]
+    steps = -(-len(client.y) // 32)
+    assert [each.count for each in releases] == [3 * steps, 2 * steps]
+    assert epsilon_of(releases, client.run.privacy.delta) == pytest.approx(8.0, rel=0.02)
+
+
 def test_exhausted_run_releases_nothing(tmp_path):
     config = private("felo", clients=2, rounds=1)
     client = opened(config, tmp_path)

@@ -292,6 +292,17 @@ def test_private_training_tests_its_models_too():
         pass
 
 
+def test_model_is_tested_again_if_other_parameters_are_trained():
+    """A head has a gradient per sample even if the frozen extractor has none."""
+    sgd._TESTED.clear()
+    model = owned(MIXES["gradient alone"])
+    model.extractor.requires_grad_(requires_grad=False)
+    sgd.check_supports_dp(model, "image", (1, 8, 8))
+    model.extractor.requires_grad_(requires_grad=True)
+    with pytest.raises(ModelError, match="gradient depends"):
+        sgd.check_supports_dp(model, "image", (1, 8, 8))
+
+
 def test_network_in_channels_last_format_raises():
     """Opacus reads inputs of convolutions as if they were contiguous."""
     model = network().to(memory_format=torch.channels_last)

@@ -57,8 +57,8 @@ from fedhet.wire.identity import ClientInfo, read_properties
 FEATURES, LENGTH = load_diabetes(return_X_y=True, scaled=False)
 NAMES = load_diabetes().feature_names
 REGRESSION = (
-    "local", "central", "fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "heterofl",
-    "fml", "fedkd", "fedmrl", "fedlora", "fedsa", "fedmd", "ds-fl", "feddf", "fedgems",
+    "local", "central", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme",
+    "heterofl", "fml", "fedkd", "fedmrl", "fedlora", "fedsa", "fedmd", "ds-fl", "feddf", "fedgems",
     "pfedbayes",
 )  # fmt: skip
 

@@ -1,8 +1,10 @@
-"""Local training for models that the server averages: FedAvg, FedProx, pFedMe and pFedBayes.
+"""Local training for models that the server averages: FedAvg, FedProx, FedRep, pFedMe, pFedBayes.
 
 - FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
   AISTATS 2017.
 - FedProx: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Eq. 2.
+- FedRep: Collins et al., Exploiting Shared Representations for Personalized Federated Learning,
+  ICML 2021, Algorithm 1.
 - pFedMe: T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
   Algorithm 1.
 - pFedBayes: Zhang et al., Personalized Federated Learning via Variational Bayesian Inference, ICML
@@ -13,7 +15,8 @@ The trained model is the client's private model or, in FedType, its proxy (FedTy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -84,6 +87,31 @@ class ProximalModel(LocalModel):
     def regularizer(self) -> Tensor:
         """Return the proximal term."""
         return self.mu / 2 * squared_distance(self.model, self.anchor)
+
+
+class PartModel(LocalModel):
+    """Model of which only the parameters in `trained` learn, for the phases of FedRep."""
+
+    def __init__(self, model: nn.Module, anchor: Weights, trained: Collection[str]) -> None:
+        super().__init__(model, anchor)
+        self.trained = trained
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters to optimize."""
+        return [p for name, p in self.model.named_parameters() if name in self.trained]
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Compute no gradients of the other parameters within the block."""
+        learning = {id(p) for p in self.parameters()}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in learning]
+        for parameter in others:
+            parameter.requires_grad_(requires_grad=False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(requires_grad=True)
 
 
 class MoreauModel(LocalModel):

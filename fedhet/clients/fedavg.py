@@ -61,14 +61,21 @@ class FedAvgClient(HetClient):
         load_weights(model, {**to_arrays(self.network), **weights})
         return model
 
-    def _learn(self, round: int, local: LocalModel) -> None:
-        """Train on the loss of the task plus the method's regularizer."""
-        self.network.train()
+    def _learn(
+        self, round: int, local: LocalModel, use: str = "batches", *, epochs: int = 0
+    ) -> None:
+        """Train on the loss of the task plus the method's regularizer.
+
+        `use` names the random order of the samples. `epochs` is the number of epochs, or 0 for
+        `training.local-epochs`.
+        """
+        local.model.train()
         self.train_own(
             LocalObjective(local, self.own_classes, self.task.loss()),
             lambda x: self.samples.own_columns(local.logits(x)),
             self.optimization(local.parameters()),
-            self.generator(round, "batches"),
+            self.generator(round, use),
+            epochs=epochs,
             steps=self.steps(),
             after_batch=local.stepped,
             penalty=local.regularizer,

@@ -139,7 +139,7 @@ def check_supports_dp(
     if not fault and shape is not None and isinstance(model, HetModel):
         # Test each architecture once, because modules of the same class with the same arguments
         # compute the same function.
-        layout = tuple(each.is_contiguous() for each in model.parameters())
+        layout = tuple((each.is_contiguous(), each.requires_grad) for each in model.parameters())
         key = (str(model), tuple(map(type, model.modules())), layout, kind, tuple(shape))
         if key not in _TESTED:
             _TESTED[key] = _dependence(model, KINDS[kind], tuple(shape))
