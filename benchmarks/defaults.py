@@ -33,6 +33,7 @@ from fedhet.runs.units import ABSENT, plus_minus
 RELATED = {
     "cofed": "ds-fl",
     "cronus": "fedmd",
+    "ditto": "pfedme",
     "ds-fl": "fedmd",
     "fd": "fedproto",
     "fedavg": "lg-fedavg",

@@ -16,12 +16,15 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.weights import interpolate
 from fedhet.base.errors import FedhetError
+from fedhet.client_runtime.local_training import FixMatch
 from fedhet.data.store import RunData
 from fedhet.learning.training import Optimization
 from fedhet.models import build, part_arrays, part_names, shapes
 
-METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme", "pfedbayes")
-WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")
+METHODS = (
+    "ditto", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme", "pfedbayes",
+)  # fmt: skip
+WHOLE = ("ditto", "fedavg", "fedprox", "pfedme", "pfedbayes")
 PARTS = {
     "fedbn": "all-but-norms",
     "fedper": "extractor",
@@ -164,6 +167,14 @@ class Slow:
                 w = {n: v - self.lr * g[n] if n.startswith(part) else v for n, v in w.items()}
         return w, w
 
+    def ditto(self, weight, epochs):
+        """Li et al., Algorithm 1: w_k as in FedAvg, and s steps of v_k toward F_k and w^t."""
+        v = {n: torch.tensor(self.own(n)) for n in self.w}
+        for _ in range(epochs):
+            g = self.gradient(v)
+            v = {n: v[n] - self.lr * (g[n] + weight * (v[n] - self.w[n])) for n in v}
+        return v, self.proximal(0.0)[1]
+
     def moreau(self, strength, rate, steps):
         """T. Dinh et al., Algorithm 1, lines 6 to 8: the personal model, then the local copy."""
         w, theta = dict(self.w), dict(self.w)
@@ -180,6 +191,10 @@ ROUNDS = {
     "fedprox": ({"fedprox.mu": 0.7}, lambda slow: slow.proximal(0.7)),
     "fedbn": ({}, lambda slow: slow.proximal(0.0)),
     "fedper": ({}, lambda slow: slow.proximal(0.0)),
+    "ditto": (
+        {"ditto.lambda": 0.7, "ditto.personal-epochs": 5},
+        lambda slow: slow.ditto(0.7, 5),
+    ),
     "fedrep": ({"fedrep.head-epochs": 4}, lambda slow: slow.alternating(4)),
     "lg-fedavg": ({}, lambda slow: slow.proximal(0.0)),
     "pfedme": (
@@ -325,6 +340,66 @@ def test_phases_of_fedrep_have_different_orders_of_the_samples(tmp_path, monkeyp
     head, extractor = orders
     assert torch.equal(head.sort().values, extractor.sort().values)
     assert not torch.equal(head, extractor)
+
+
+def test_models_of_ditto_have_separate_gradients(tmp_path, monkeypatch):
+    """No gradient of the personal loss reaches the global model, and none the other way round."""
+    fedavg = Server(federation("fedavg", models="mlp", **PLAIN), tmp_path / "fedavg")
+    fedavg.play(1)
+    (_, plain), *_ = fedavg.train(fedavg.instruct(2)[:1])
+    server = Server(federation("ditto", models="mlp", **PLAIN), tmp_path / "ditto")
+    server.play(1)
+    instructions = server.instruct(2)
+    client, step, seen = client_of(instructions[0][0]), Optimization.step, []
+    start = {n: v.clone() for n, v in client.network.state_dict().items()}
+
+    def watched(self, loss, penalty=0.0):
+        private = {id(p) for p in client.network.parameters()}
+        shared = {id(p) for p in self.parameters()} - private
+        step(self, loss, penalty)
+        graded = [p.grad is not None for p in client.network.parameters()]
+        seen.append((bool(shared), any(graded), isinstance(penalty, torch.Tensor)))
+        if shared:
+            state = client.network.state_dict().items()
+            assert all(torch.equal(value, start[name]) for name, value in state)
+
+    monkeypatch.setattr(Optimization, "step", watched)
+    (_, result), *_ = server.train(instructions[:1])
+    assert seen == 3 * [(True, False, False)] + 3 * [(False, True, True)]
+    assert same(reply_of(result).tensors, reply_of(plain).tensors)
+
+
+def test_ditto_without_its_proximal_term_is_local_training(tmp_path):
+    config = federation("ditto", models="mlp", **PLAIN, **{"ditto.lambda": 0.0})
+    servers = [
+        Server(config, tmp_path / "ditto"),
+        Server(federation("local", models="mlp", **PLAIN), tmp_path / "local"),
+    ]
+    for server in servers:
+        server.play(1)
+        server.play(2)
+    ours, alone = (client_of(server.instruct(3)[0][0]).network.state_dict() for server in servers)
+    for name, value in alone.items():
+        torch.testing.assert_close(ours[name], value)
+
+
+def test_pseudo_labels_are_predicted_by_the_trained_model(tmp_path, monkeypatch):
+    """Both models of Ditto learn from their own predictions, in evaluation mode."""
+    predicting, original = [], FixMatch.loss
+
+    def watched(self, predict):
+        predicting.append(self._model)
+        return original(self, predict)
+
+    monkeypatch.setattr(FixMatch, "loss", watched)
+    server = Server(federation("ditto", models="cnn2", semi="fixmatch", local_epochs=1), tmp_path)
+    instructions = server.instruct(1)
+    client = client_of(instructions[0][0])
+    server.train(instructions[:1])
+    first, *_, last = predicting
+    assert last is client.network
+    assert first is not client.network
+    assert len({id(model) for model in predicting}) == 2
 
 
 # What stays with a client

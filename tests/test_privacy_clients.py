@@ -425,6 +425,16 @@ def test_both_phases_of_fedrep_consume_the_planned_budget(tmp_path):
     assert epsilon_of(releases, client.run.privacy.delta) == pytest.approx(8.0, rel=0.02)
 
 
+def test_both_models_of_ditto_consume_the_planned_budget(tmp_path):
+    own = {"ditto.personal-epochs": 3, "training.local-epochs": 2, "rounds": 1}
+    client = opened(private("ditto", **own), tmp_path)
+    replied(client, 1, weights_for(client))
+    releases = [each.release for each in entries(tmp_path)]
+    steps = -(-len(client.y) // 32)
+    assert [each.count for each in releases] == [2 * steps, 3 * steps]
+    assert epsilon_of(releases, client.run.privacy.delta) == pytest.approx(8.0, rel=0.02)
+
+
 def test_exhausted_run_releases_nothing(tmp_path):
     config = private("felo", clients=2, rounds=1)
     client = opened(config, tmp_path)

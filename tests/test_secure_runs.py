@@ -48,8 +48,8 @@ def config_of(method: str, **changes: object):
 
 def test_methods_of_the_design_can_be_summed():
     design = (
-        "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme fedtype pfedbayes felo "
-        "fedproto fedhe fedmd ds-fl heterofl"
+        "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto fedtype pfedbayes "
+        "felo fedproto fedhe fedmd ds-fl heterofl"
     )
     assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
     for name, method in all_methods()[0].items():
@@ -177,7 +177,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
 
 
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedprox", "pfedme", "heterofl", "fedper", "fedrep", "fedbn"]
+    "method", ["fedavg", "fedprox", "pfedme", "heterofl", "fedper", "fedrep", "fedbn", "ditto"]
 )
 def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_round(
     tmp_path, method
@@ -213,7 +213,7 @@ def test_sums_that_resist_a_malicious_server_are_the_documented_ones():
         for name in SUMMED
         if all(lane.server == "malicious" for lane in find_method(name).spec.sums.lanes)
     }
-    assert resisting == {"fedavg", "fedprox", "heterofl", "pfedme"}
+    assert resisting == {"ditto", "fedavg", "fedprox", "heterofl", "pfedme"}
     page = (Path(__file__).parents[1] / "docs" / "secure-aggregation.md").read_text()
     rows = [line for line in page.splitlines() if "protects a site from any server" in line]
     assert {n.strip() for row in rows for n in row.split("|")[1].replace("`", "").split(",")} == (

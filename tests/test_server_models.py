@@ -30,6 +30,7 @@ RUNS = {
 }
 """Runs whose server stores complete models."""
 OTHERS = {
+    "ditto": {"models": "mlp"},
     "fedprox": {"models": "mlp"},
     "pfedme": {"models": "mlp"},
     "pfedbayes": {"models": "mlp"},

@@ -647,6 +647,11 @@ EPOCHS = {
     "half of the clients": ({"method": "fedavg", "fraction": 0.5, "rounds": 3}, [6, 6, 6]),
     "labeled and unlabeled samples": ({"method": "fedavg", "semi": "fixmatch"}, [12, 12]),
     "two models": ({"method": "fml"}, [12, 12]),
+    "a global and a personal model": ({"method": "ditto"}, [24, 24]),
+    "two epochs of the personal model": (
+        {"method": "ditto", "ditto.personal-epochs": 2},
+        [20, 20],
+    ),
     "two epochs of the head before the local epochs": (
         {"method": "fedrep", "fedrep.head-epochs": 2},
         [20, 20],

@@ -106,12 +106,12 @@ class PartModel(LocalModel):
         learning = {id(p) for p in self.parameters()}
         others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in learning]
         for parameter in others:
-            parameter.requires_grad_(requires_grad=False)
+            parameter.requires_grad = False
         try:
             yield
         finally:
             for parameter in others:
-                parameter.requires_grad_(requires_grad=True)
+                parameter.requires_grad = True
 
 
 class MoreauModel(LocalModel):

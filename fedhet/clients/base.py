@@ -343,6 +343,7 @@ class HetClient(NumPyClient):
         optimizing: Optimization,
         generator: torch.Generator,
         labeled: Split | None = None,
+        model: nn.Module | None = None,
         **options: Unpack[TrainOptions],
     ) -> None:
         """Train on the client's own samples.
@@ -358,6 +359,8 @@ class HetClient(NumPyClient):
             optimizing: Optimizer from `optimization`.
             generator: Random generator that shuffles the samples, from `generator`.
             labeled: Labeled samples, or None for `training_set`.
+            model: Model that predicts pseudo-labels and, with `[privacy]`, a trained model that is
+                not in `models`. None for the private model.
             **options: Options of `fedhet.learning.training.train_epochs`. The default number of
                 epochs is `training.local-epochs`.
         """
@@ -371,7 +374,7 @@ class HetClient(NumPyClient):
                 self.unlabeled,
                 KINDS[self.info.kind],
                 self.info.shape,
-                self.network,
+                model or self.network,
                 training,
                 self.compute,
                 self.recipe.draws,
@@ -380,7 +383,8 @@ class HetClient(NumPyClient):
             loss_of = semi.combined_loss(loss_of, options.pop("penalty", None), predict)
         kwargs = self.recipe.options(training, len(y), augment, options, own)
         steps = kwargs["epochs"], kwargs["batch_size"]
-        with self.privacy.training(optimizing, self.models.values(), len(y), *steps) as protected:
+        models = {id(m): m for m in (*self.models.values(), model) if m is not None}.values()
+        with self.privacy.training(optimizing, models, len(y), *steps) as protected:
             self.loss = train_epochs(x, y, loss_of, protected, generator=generator, **kwargs)
         if semi is not None:
             self.metrics = semi.metrics()

@@ -75,6 +75,7 @@ class FedAvgClient(HetClient):
             lambda x: self.samples.own_columns(local.logits(x)),
             self.optimization(local.parameters()),
             self.generator(round, use),
+            model=local.model,
             epochs=epochs,
             steps=self.steps(),
             after_batch=local.stepped,

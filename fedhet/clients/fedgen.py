@@ -73,13 +73,15 @@ class FedGenClient(FedAvgClient):
             sent |= {"classes": classes.astype(np.int64), "counts": counts.astype(np.int64)}
         return sent
 
-    def _learn(self, round: int, local: LocalModel) -> None:
+    def _learn(
+        self, round: int, local: LocalModel, use: str = "batches", *, epochs: int = 0
+    ) -> None:
         """Train on the loss in Eq. 5.
 
         The loss consists of cross-entropy, divergence, and cross-entropy on generated features.
         """
         if (teacher := self._teacher) is None:
-            super()._learn(round, local)
+            super()._learn(round, local, use, epochs=epochs)
             return
         self.network.train()
         beta = self.settings.beta * teacher.decay
@@ -95,7 +97,8 @@ class FedGenClient(FedAvgClient):
             loss_of,
             self.private,
             self.optimization(local.parameters()),
-            self.generator(round, "batches"),
+            self.generator(round, use),
+            epochs=epochs,
             penalty=lambda: self._generated_loss(teacher),
         )
 
