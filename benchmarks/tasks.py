@@ -1,7 +1,7 @@
 """Improvement of the methods over local training, in regression and multi-label classification.
 
     python -m benchmarks.tasks --out DIR [--tasks diabetes,digits] [--methods fml,fedmd]
-        [--seeds 1,2,3] [--workers 2] [--tables]
+        [--seeds 1,2,3] [--kind private] [--set rounds=40] [--workers 2] [--tables]
 
 Regression tasks are scikit-learn's diabetes data; scikit-learn's `make_friedman1`, because the
 California housing data must be downloaded; the frequency of a noisy wave in two channels
@@ -20,8 +20,10 @@ training samples is public.
 A cell is the improvement over `local` with the same architectures: the reduction of the RMSE in
 percent, or the gain of the macro AUC in percentage points. It is the mean of the paired differences
 over the seeds, with its standard error. The score is the mean over the sites under the method's
-headline protocol, after the last round. Existing runs in DIR are reused, so that the script can be
-stopped and restarted; with --tables, no run is executed.
+headline protocol, after the last round. It belongs to the models of --kind, by default to each
+method's headline models. --set changes a setting of all runs, or of all runs of a method
+(`--set pfedme.rate=0.05`). Existing runs in DIR are reused, so that the script can be stopped and
+restarted; runs with other settings need another DIR. With --tables, no run is executed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,12 +49,14 @@ from benchmarks.malicious import run
 from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
+from fedhet.config.sources import parse_pairs
 from fedhet.data.dataset import Dataset, Format, Split
 from fedhet.data.texts import VARIABLE
 from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records
 from fedhet.runs.measures import shown_scores
+from fedhet.runs.records import KINDS as MODEL_KINDS
 from fedhet.runs.records import Headline
 from fedhet.tasks import MultiLabel, Regression
 
@@ -211,8 +215,10 @@ def task_name(task: str) -> str:
     return "multi-label" if task == "digits" else "regression"
 
 
-def config_of(method: str, pool: str, task: str, seed: int) -> Config:
-    """Return the settings of a run."""
+def config_of(
+    method: str, pool: str, task: str, seed: int, given: Mapping[str, object] | None = None
+) -> Config:
+    """Return the settings of a run; `given` contains the values of --set, by full name."""
     models = pools(task)[pool]
     changes: dict[str, object] = {
         "method": method,
@@ -232,15 +238,17 @@ def config_of(method: str, pool: str, task: str, seed: int) -> Config:
     }
     for name in find_method(method).spec.model_settings:  # shared models, or models of the server
         changes[f"{method}.{name.replace('_', '-')}"] = models[0]
-    return resolve(changes)
+    others = {*method_names()} - {method}
+    own = {name: v for name, v in (given or {}).items() if name.partition(".")[0] not in others}
+    return resolve(changes | own)
 
 
-def execute(out: Path, each: Run) -> str:
+def execute(out: Path, given: Mapping[str, object], each: Run) -> str:
     """Execute a run unless it exists, and return its description, with the error if it failed."""
     torch.set_num_threads(1)
     described = " ".join(map(str, each))
     try:
-        run(config_of(*each), place(out, each))
+        run(config_of(*each, given), place(out, each))
     except Exception as error:  # A failed run must not end the other runs.
         return f"{described} FAILED: {error!r}"
     return described
@@ -251,23 +259,26 @@ def place(out: Path, run: Run) -> Path:
     return out / "-".join(map(str, run)).replace(" ", "-")
 
 
-def score_of(out: Path, run: Run, protocol: str) -> float | None:
-    """Return the mean score of the run's headline kind after the last round, or None if absent."""
+def score_of(out: Path, run: Run, protocol: str, kind: str = "") -> float | None:
+    """Return the mean score after the last round, or None if the run does not exist.
+
+    The score belongs to the models of the kind `kind`, or else to the run's headline models.
+    """
     directory = place(out, run)
     if not (directory / "summary.json").exists():
         return None
     headline = Headline.declared_by(find_method(run[0]).spec).model_copy(
-        update={"protocol": protocol}
+        update={"protocol": protocol} | ({"kinds": {protocol: kind}} if kind else {})
     )
     _, scores = shown_scores(read_records(directory / "metrics.jsonl")[0][-1], headline)
     return next(iter(scores.values())).mean
 
 
-def cell(out: Path, method: str, task: str, seeds: Sequence[int]) -> str:
+def cell(out: Path, method: str, task: str, seeds: Sequence[int], kind: str = "") -> str:
     """Format the mean improvement over `local`, with its standard error."""
     pool, protocol, found = pool_name(method), find_method(method).spec.headline, []
     for seed in seeds:
-        own = score_of(out, (method, pool, task, seed), protocol)
+        own = score_of(out, (method, pool, task, seed), protocol, kind)
         alone = score_of(out, ("local", pool, task, seed), protocol)
         if own is not None and alone is not None:
             gain = own - alone if task_name(task) == "multi-label" else 1 - own / alone
@@ -278,8 +289,9 @@ def cell(out: Path, method: str, task: str, seeds: Sequence[int]) -> str:
     return f"{mean:+.1f} ± {error:.1f}".replace("-", "−")
 
 
-def table(out: Path, tasks: Sequence[str], methods: Sequence[str], seeds: Sequence[int],
-          ) -> Iterator[str]:  # fmt: skip
+def table(
+    out: Path, tasks: Sequence[str], methods: Sequence[str], seeds: Sequence[int], kind: str = ""
+) -> Iterator[str]:
     """Yield the lines of the table in Markdown: the scores of `local`, and the improvements."""
     yield f"| method | protocol | {' | '.join(tasks)} |"
     yield "| --- " * (2 + len(tasks)) + "|"
@@ -292,7 +304,7 @@ def table(out: Path, tasks: Sequence[str], methods: Sequence[str], seeds: Sequen
             cells.append(f"{fmean(known):.3g}" if known else "–")
         yield f"| `local`, {pool} | {protocol} | {' | '.join(cells)} |"
     for method in methods:
-        cells = [cell(out, method, task, seeds) for task in tasks]
+        cells = [cell(out, method, task, seeds, kind) for task in tasks]
         yield f"| `{method}` | {find_method(method).spec.headline} | {' | '.join(cells)} |"
 
 
@@ -304,22 +316,28 @@ def main() -> None:
     words.add_argument("--tasks", default=",".join(POOLS))
     words.add_argument("--methods", default=",".join(able))
     words.add_argument("--seeds", default="1,2,3")
+    words.add_argument("--kind", default="", choices=["", *MODEL_KINDS])
+    words.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="pairs")
     words.add_argument("--workers", type=int, default=1)
     words.add_argument("--tables", action="store_true")
     chosen = words.parse_args()
     tasks, methods = chosen.tasks.split(","), chosen.methods.split(",")
     seeds: list[int] = list(map(int, chosen.seeds.split(",")))
+    given: dict[str, object] = {}
+    for pair in chosen.pairs:
+        table_name = pair.partition(".")[0]
+        given |= parse_pairs([pair], table_name if table_name in method_names() else None)
     if not chosen.tables:
         bases = chosen.out / "bases"
         pretrain(bases / "disks")
         os.environ[VARIABLE] = str(bases.resolve())
-        work = partial(execute, chosen.out)
+        work = partial(execute, chosen.out, given)
         # Start the longest runs first, so that they do not run alone at the end.
         wanted = sorted(runs(tasks, methods, seeds), key=lambda each: each[1] != "batch norm")
         with multiprocessing.get_context("spawn").Pool(chosen.workers) as pool:
             for done in pool.imap_unordered(work, wanted):
                 print(done, flush=True)
-    print("\n".join(table(chosen.out, tasks, methods, seeds)))
+    print("\n".join(table(chosen.out, tasks, methods, seeds, chosen.kind)))
 
 
 if __name__ == "__main__":

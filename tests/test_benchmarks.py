@@ -37,6 +37,11 @@ def test_tasks_compares_each_method_with_local_training_on_the_same_models(tmp_p
         assert ("local", pool, task, seed) in runs
         config = tasks.config_of(method, pool, task, seed)
         assert config.run.data.task == ("multi-label" if task == "digits" else "regression")
+    given = {"rounds": 40, "pfedbayes.steps": 2}
+    for method, steps in (("local", None), ("pfedbayes", 2)):
+        config = tasks.config_of(method, "one", "diabetes", 1, given)
+        assert config.run.rounds == 40
+        assert config.method_settings.flat().get("steps") == steps
     assert {task for method, _, task, _ in runs if method == "fedlora"} == {"image", "digits"}
     assert {task for method, _, task, _ in runs if method == "pfedbayes"} == {"diabetes", "image"}
 
@@ -49,12 +54,16 @@ def test_improvement_is_the_mean_of_paired_differences_with_its_standard_error(t
             folder.mkdir()
             (folder / "summary.json").write_text("{}")
             score = {"mean": value, "std": 0.0, "worst": value, "per_client": {"client-0": value}}
-            record = {"round": 1, "metrics": {"rmse": {"common": {"private": score}}}}
+            kinds = {"private": score, "server": {**score, "mean": value / 2}}
+            record = {"round": 1, "metrics": {"rmse": {"common": kinds}}}
             (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     gains = np.array([25.0, 20.0, 0.0])
     expected = f"+{gains.mean():.1f} ± {gains.std(ddof=1) / np.sqrt(3):.1f}"
     assert tasks.cell(tmp_path, "fedmd", "diabetes", [0, 1, 2]) == expected
     assert tasks.cell(tmp_path, "fedmd", "diabetes", [0, 1, 2, 3]) == "–"
+    half = (1 - np.array([1.5 / 4, 2 / 5, 1 / 2])) * 100
+    of_server = f"+{half.mean():.1f} ± {half.std(ddof=1) / np.sqrt(3):.1f}"
+    assert tasks.cell(tmp_path, "fedmd", "diabetes", [0, 1, 2], "server") == of_server
     lines = list(tasks.table(tmp_path, ["diabetes"], ["fedmd"], [0, 1, 2]))
     assert lines[2:] == ["| `local`, three | common | 3.67 |", f"| `fedmd` | common | {expected} |"]
 
