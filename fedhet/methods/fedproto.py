@@ -68,6 +68,7 @@ SPEC = MethodSpec(
             ),
         )
     ),
+    metrics={"classes_covered": "classes with a prototype"},
     privacy=Protection(CLASS_SUMS, vectors=1),
     sums=Sums((Sum(("features", "counts"), "classes"),)),
 )
