@@ -53,6 +53,7 @@ def test_every_method_evaluates_the_model_that_it_declares(name, tmp_path):
     loaded = load_run(tmp_path / "run")
     assert loaded.columns[0] == (spec.headline, spec.deployed[spec.headline])
     assert set(loaded.kinds("personal")) <= {*spec.kinds, "server"}
+    assert {name for record in loaded.records for name in record.method} <= set(spec.metrics)
 
 
 @pytest.mark.parametrize(
