@@ -148,11 +148,12 @@ def draw_features(size: str, seed: int, out: Path) -> None:
 
 def draw_confusion(size: str, seed: int, out: Path) -> None:
     """Draw the confusion matrices of UM-pFSSL and of the mixed methods on all clients' tests."""
-    figure = Figure(figsize=(12, 12), layout="constrained")
-    grid, numbers = figure.subplots(2, 2), []
-    for axes, (table, data) in zip(
-        grid, {"um-pfssl-6": "PathMNIST", "um-pfssl-7": "OrganMNIST"}.items(), strict=True
-    ):
+    tables = {"um-pfssl-6": "PathMNIST", "um-pfssl-7": "OrganMNIST"}
+    if size == "tiny":
+        tables = {"um-pfssl-1": "digits"}
+    figure = Figure(figsize=(12, 6 * len(tables)), layout="constrained")
+    grid, numbers = figure.subplots(len(tables), 2, squeeze=False), []
+    for axes, (table, data) in zip(grid, tables.items(), strict=True):
         results = {
             row: made(out / f"{table}-{row}", values_of(table, row, "α = 0.5", size, seed))
             for row in ("UM-pFSSL", *MIX)

@@ -663,7 +663,7 @@ def test_methods_declare_their_tasks():
         text = str(error.value)
         assert f"unsupported by {name}, because {method.spec.only_tasks}" in text
         assert "\n" not in text
-        assert "or another method (central, ds-fl, fedavg" in text
+        assert "or another method (central, ditto, ds-fl, fedavg" in text
 
 
 @pytest.mark.parametrize(
