@@ -316,12 +316,12 @@ def test_heavy_htfl_models_have_the_published_layers(name: str) -> None:
         ours = models.build(name, (3, 32, 32), 10, seed=0)
         shapes: list[list[tuple[int, ...]]] = []
         for network in (ours, theirs):
-            found: list[tuple[int, ...]] = []
+            outputs: list[tuple[int, ...]] = []
             for part in network.modules():
                 if isinstance(part, (nn.Conv2d, nn.Linear, nn.Tanh)):
-                    part.register_forward_hook(lambda _m, _i, y, f=found: f.append(y.shape))
+                    part.register_forward_hook(lambda _m, _i, y, f=outputs: f.append(y.shape))
             network(torch.zeros(4, 3, 32, 32))
-            shapes.append(found)
+            shapes.append(outputs)
     assert shapes[0] == shapes[1]
     assert [t.shape for t in ours.state_dict().values()] == [
         t.shape for t in theirs.state_dict().values()

@@ -225,11 +225,11 @@ def test_confusion_is_of_all_clients_test_splits_and_of_mean_probabilities(examp
             mixed[truth, guessed] += 1
     assert ours.sum() == mixed.sum()
     for name, counts in (("UM-pFSSL", ours), ("Mix", mixed)):
-        found = numbers[(numbers["data"] == "digits") & (numbers["method"] == name)]
+        rows = numbers[(numbers["data"] == "digits") & (numbers["method"] == name)]
         known = counts.sum(1) > 0
-        assert found["class"].tolist() == np.arange(10)[known].tolist()
+        assert rows["class"].tolist() == np.arange(10)[known].tolist()
         recalls = np.diag(counts)[known] / counts.sum(1)[known]
-        assert found["accuracy"].tolist() == pytest.approx(recalls.tolist())
+        assert rows["accuracy"].tolist() == pytest.approx(recalls.tolist())
     assert (tmp_path / "confusion.png").exists()
 
 

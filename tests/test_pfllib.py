@@ -82,8 +82,8 @@ def check_clients(spec: DataSpec, clients: int, data=client) -> None:
     """Compare each client's training and test samples with its files."""
     run = RunData(spec)
     for k in range(clients):
-        found = run.client(k)
-        for split, part in ((found.train, "train"), (found.test, "test")):
+        client = run.client(k)
+        for split, part in ((client.train, "train"), (client.test, "test")):
             expected = data(k, part)
             order = np.argsort(split.x.numpy().reshape(len(split), -1)[:, 0])
             wanted = np.argsort(np.asarray(expected["x"]).reshape(len(split), -1)[:, 0])
