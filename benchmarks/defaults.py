@@ -57,6 +57,7 @@ RELATED = {
     "fml": "fedkd",
     "heterofl": "felo",
     "lg-fedavg": "fedper",
+    "moon": "fedprox",
     "pfedbayes": "pfedme",
     "pfedme": "fedavg",
     "um-pfssl": "fedper",

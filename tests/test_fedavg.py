@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
+from fedhet.algorithms import MlpWidth
 from fedhet.algorithms.weights import interpolate
 from fedhet.base.errors import FedhetError
 from fedhet.client_runtime.local_training import FixMatch
@@ -22,9 +23,10 @@ from fedhet.learning.training import Optimization
 from fedhet.models import build, part_arrays, part_names, shapes
 
 METHODS = (
-    "ditto", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme", "pfedbayes",
+    "ditto", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "moon", "pfedme",
+    "pfedbayes",
 )  # fmt: skip
-WHOLE = ("ditto", "fedavg", "fedprox", "pfedme", "pfedbayes")
+WHOLE = ("ditto", "fedavg", "fedprox", "moon", "pfedme", "pfedbayes")
 PARTS = {
     "fedbn": "all-but-norms",
     "fedper": "extractor",
@@ -72,7 +74,8 @@ def test_only_the_part_is_sent(tmp_path, method):
     server = Server(federation(method, models="cnn2"), tmp_path)
     instructions = server.instruct(1)
     info = client_of(instructions[0][0]).info
-    state = build(info.model, info.shape, info.classes, seed=0, feature_dim=64).state_dict()
+    width = MlpWidth(256) if method == "moon" else 64
+    state = build(info.model, info.shape, info.classes, seed=0, feature_dim=width).state_dict()
     wanted = expected(state, PARTS.get(method, "all"))
     groups = {"weights", "scale"} if method == "pfedbayes" else {"weights"}
     for knowledge in (instruction_of(instructions[0]), reply_of(server.train(instructions)[0][1])):

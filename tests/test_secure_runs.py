@@ -48,8 +48,8 @@ def config_of(method: str, **changes: object):
 
 def test_methods_of_the_design_can_be_summed():
     design = (
-        "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto fedtype pfedbayes "
-        "felo fedproto fedhe fedmd ds-fl heterofl"
+        "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto moon fedtype "
+        "pfedbayes felo fedproto fedhe fedmd ds-fl heterofl"
     )
     assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
     for name, method in all_methods()[0].items():
@@ -177,7 +177,18 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
 
 
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedprox", "pfedme", "heterofl", "fedper", "fedrep", "fedbn", "ditto"]
+    "method",
+    [
+        "fedavg",
+        "fedprox",
+        "pfedme",
+        "heterofl",
+        "fedper",
+        "fedrep",
+        "fedbn",
+        "ditto",
+        "moon",
+    ],
 )
 def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_round(
     tmp_path, method

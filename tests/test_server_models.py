@@ -32,6 +32,7 @@ RUNS = {
 OTHERS = {
     "ditto": {"models": "mlp"},
     "fedprox": {"models": "mlp"},
+    "moon": {"models": "mlp"},
     "pfedme": {"models": "mlp"},
     "pfedbayes": {"models": "mlp"},
     "fedkd": {"models": ["mlp", "cnn2"]},

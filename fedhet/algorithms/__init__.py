@@ -39,5 +39,14 @@ Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]
 - "head": the head;
 - "lora-a": the adapters' factors A, or the extractor if the model has no adapters.
 """
+
+
+class MlpWidth(int):
+    """Feature width that a model reaches with a two-layer MLP rather than with a linear adapter.
+
+    The MLP follows the model's layers even if their width is already equal to this width.
+    """
+
+
 MIN_SCALE = 1e-6
 """Minimum standard deviation of a variational weight, which is a divisor in the KL divergence."""

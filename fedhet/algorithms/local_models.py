@@ -1,10 +1,11 @@
-"""Local training for models that the server averages: FedAvg, FedProx, FedRep, pFedMe, pFedBayes.
+"""Local training for models that the server averages: FedAvg and related methods.
 
 - FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
   AISTATS 2017.
 - FedProx: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Eq. 2.
 - FedRep: Collins et al., Exploiting Shared Representations for Personalized Federated Learning,
   ICML 2021, Algorithm 1.
+- MOON: Li et al., Model-Contrastive Federated Learning, CVPR 2021, Eqs. 3 to 5.
 - pFedMe: T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
   Algorithm 1.
 - pFedBayes: Zhang et al., Personalized Federated Learning via Variational Bayesian Inference, ICML
@@ -15,6 +16,7 @@ The trained model is the client's private model or, in FedType, its proxy (FedTy
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -62,8 +64,15 @@ class LocalModel:
         logits: Tensor = self.model(x)
         return logits
 
+    def logits_and_term(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the logits [N, C], and a term of the loss that depends on the samples.
+
+        The term is a scalar: the mean over the samples.
+        """
+        return self.logits(x), 0.0
+
     def regularizer(self) -> Tensor | float:
-        """Return the regularization term of the loss, as a scalar."""
+        """Return the term of the loss that depends only on the weights, as a scalar."""
         return 0.0
 
     def stepped(self) -> None:
@@ -112,6 +121,32 @@ class PartModel(LocalModel):
         finally:
             for parameter in others:
                 parameter.requires_grad = True
+
+
+class ContrastiveModel(LocalModel):
+    """Model and training loss for MOON.
+
+    The contrastive term pulls a sample's features toward the features of the received model, and
+    pushes them away from the features of the client's previous model. Both models are constant.
+    """
+
+    def __init__(
+        self, model: nn.Module, anchor: Weights, previous: nn.Module, mu: float, temperature: float
+    ) -> None:
+        super().__init__(model, anchor)
+        self.mu, self.temperature = mu, temperature
+        self._references = [
+            each.requires_grad_(requires_grad=False).eval().get_submodule("extractor")
+            for each in (copy.deepcopy(model), previous)
+        ]
+
+    def logits_and_term(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [N, C] and mu times the contrastive loss (Eq. 4)."""
+        features = self.model.get_submodule("extractor")(x)
+        logits = self.model.get_submodule("classifier")(features)
+        with torch.no_grad():
+            received, previous = (extractor(x) for extractor in self._references)
+        return logits, self.mu * contrastive_loss(features, received, previous, self.temperature)
 
 
 class MoreauModel(LocalModel):
@@ -260,6 +295,16 @@ class LocalizedModel(VariationalModel):
         """Use the current w as the anchor of q."""
         self.anchor = {name: mean.detach() for name, mean in self._means.items()}
         self.anchor_scale = {name: s.detach() for name, s in self.local_scale().items()}
+
+
+def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
+    """Return MOON's contrastive loss (Eq. 3), the mean over features z [N, D], as a scalar.
+
+    The loss of a sample is -log(p / (p + n)), where p = exp(cos(z, positive) / temperature), and
+    n = exp(cos(z, negative) / temperature).
+    """
+    near, far = (F.cosine_similarity(z.float(), o.float()) for o in (positive, negative))
+    return F.softplus((far - near) / temperature).mean()
 
 
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:

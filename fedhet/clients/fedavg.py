@@ -98,5 +98,6 @@ class LocalObjective(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
-        logits, target = self.own_classes(self._local.logits(x), y)
-        return self._loss_of(logits.float(), target)
+        outputs, term = self._local.logits_and_term(x)
+        logits, target = self.own_classes(outputs, y)
+        return self._loss_of(logits.float(), target) + term

@@ -334,7 +334,7 @@ def shapes(
     return dict(_shapes(name, tuple(shape), classes, feature_dim, kind, part))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)
 def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str, part: Part
 ) -> Shapes:

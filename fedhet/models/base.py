@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedhet.algorithms import LORA_A, Part
+from fedhet.algorithms import LORA_A, MlpWidth, Part
 from fedhet.base.arrays import Array, Arrays
 from fedhet.base.errors import ModelError
 from fedhet.base.metrics import ACCURACY
@@ -137,12 +137,17 @@ def join(
     """Add a classifier to an extractor.
 
     If `feature_dim` differs from the extractor's width `native`, an adapter is inserted between the
-    extractor and the classifier. The adapter is linear, or an average pool if `pooled` is set.
+    extractor and the classifier. The adapter is linear, or an average pool if `pooled` is set. If
+    `feature_dim` is an `MlpWidth`, the adapter is always inserted, and has a hidden layer.
     `ModelInfo` describes `pooled` and `hidden`.
     """
-    width = feature_dim or pooled or native
-    if width != native:
+    width = int(feature_dim or pooled or native)
+    adapter: nn.Module | None = None
+    if isinstance(feature_dim, MlpWidth):
+        adapter = nn.Sequential(nn.Linear(native, native), nn.ReLU(), nn.Linear(native, width))
+    elif width != native:
         adapter = nn.AdaptiveAvgPool1d(width) if pooled else nn.Linear(native, width)
+    if adapter is not None:
         extractor = nn.Sequential(OrderedDict(native=extractor, adapter=adapter))
     classifier: nn.Module = nn.Linear(hidden or width, classes)
     if hidden:

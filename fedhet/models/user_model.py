@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from fedhet.algorithms import MlpWidth
 from fedhet.base.errors import ModelError, import_hint, nearest
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, Kind, Shape
@@ -97,7 +98,7 @@ def assemble_user_model(
         )
     width = features[1]
     check_tensors(name, modules)
-    if feature_dim not in (None, width):
+    if feature_dim not in (None, width) or isinstance(feature_dim, MlpWidth):
         if not isinstance(classifier, nn.Linear):
             raise ModelError(
                 f"model '{name}': the classifier must be an nn.Linear to adapt {width} features to "
