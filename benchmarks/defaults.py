@@ -60,6 +60,7 @@ RELATED = {
     "moon": "fedprox",
     "pfedbayes": "pfedme",
     "pfedme": "fedavg",
+    "scaffold": "fedavg",
     "um-pfssl": "fedper",
     "velo": "felo",
 }

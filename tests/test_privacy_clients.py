@@ -82,6 +82,7 @@ DESCRIBED = {
 }
 SENT = {
     "weights": "trained by DP-SGD",
+    "change": "a function of weights that DP-SGD has trained",
     "proxy": "trained by DP-SGD, jointly with the private model",
     "update": "what DP-SGD, jointly with the private model, has changed of what the server sent",
     "scores": "a private model's, on public data",

@@ -49,6 +49,7 @@ def config_of(method: str, **changes: object):
 def test_methods_of_the_design_can_be_summed():
     design = (
         "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto moon fedtype "
+        "scaffold "
         "pfedbayes felo fedproto fedhe fedmd ds-fl heterofl"
     )
     assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
@@ -188,6 +189,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
         "fedbn",
         "ditto",
         "moon",
+        "scaffold",
     ],
 )
 def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_round(

@@ -33,6 +33,7 @@ OTHERS = {
     "ditto": {"models": "mlp"},
     "fedprox": {"models": "mlp"},
     "moon": {"models": "mlp"},
+    "scaffold": {"models": "mlp"},
     "pfedme": {"models": "mlp"},
     "pfedbayes": {"models": "mlp"},
     "fedkd": {"models": ["mlp", "cnn2"]},

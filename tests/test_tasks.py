@@ -58,8 +58,8 @@ FEATURES, LENGTH = load_diabetes(return_X_y=True, scaled=False)
 NAMES = load_diabetes().feature_names
 REGRESSION = (
     "local", "central", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme",
-    "ditto", "moon", "heterofl", "fml", "fedkd", "fedmrl", "fedlora", "fedsa", "fedmd",
-    "ds-fl", "feddf", "fedgems", "pfedbayes",
+    "ditto", "moon", "scaffold", "heterofl", "fml", "fedkd", "fedmrl", "fedlora",
+    "fedsa", "fedmd", "ds-fl", "feddf", "fedgems", "pfedbayes",
 )  # fmt: skip
 
 

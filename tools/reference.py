@@ -32,7 +32,15 @@ from typing import Any
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from fedhet.config.describe import defenses, literal, privacy, setting_rows, summed, tasks
+from fedhet.config.describe import (
+    defenses,
+    literal,
+    privacy,
+    setting_rows,
+    summed,
+    tasks,
+    training,
+)
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
 from fedhet.kinds import IMAGE
@@ -227,6 +235,7 @@ def _method(method: Method) -> str:
         f"Requires: {needed}." if needed else "",
         tasks(method) if len(spec.tasks) > 1 else "",
         headline(method),
+        training(method),
         f"Default model: `{pool[0]}` for images." if len(pool) == 1 else "",
         _messages(spec),
         defenses(method),

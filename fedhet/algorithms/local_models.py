@@ -5,6 +5,8 @@
 - FedProx: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Eq. 2.
 - FedRep: Collins et al., Exploiting Shared Representations for Personalized Federated Learning,
   ICML 2021, Algorithm 1.
+- SCAFFOLD: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
+  ICML 2020, Algorithm 1.
 - MOON: Li et al., Model-Contrastive Federated Learning, CVPR 2021, Eqs. 3 to 5.
 - pFedMe: T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
   Algorithm 1.
@@ -121,6 +123,54 @@ class PartModel(LocalModel):
         finally:
             for parameter in others:
                 parameter.requires_grad = True
+
+
+class ControlledModel(LocalModel):
+    """Model and training loss for SCAFFOLD: each step is corrected by control variates.
+
+    Requires SGD without momentum and without gradient clipping (see `new_control`).
+    """
+
+    def __init__(
+        self, model: nn.Module, anchor: Weights, control: Weights, server: Weights, lr: float
+    ) -> None:
+        """Create the model.
+
+        Args:
+            model: Model y, with the server's weights x.
+            anchor: The server's weights x.
+            control: The client's control variate c_i.
+            server: The server's control variate c.
+            lr: Learning rate of all steps.
+        """
+        super().__init__(model, anchor)
+        self._correction = {name: server[name] - control[name] for name in self.anchor}
+        self._lr, self._num_steps = lr, 0
+
+    def regularizer(self) -> Tensor:
+        """Return 0, as a scalar whose gradient is the correction c - c_i (line 10)."""
+        named = dict(self.model.named_parameters())
+        pairs = zip(
+            joined(list(named.values())), joined([self._correction[n] for n in named]), strict=True
+        )
+        product = torch.stack([(p * correction).sum() for p, correction in pairs]).sum()
+        return product - product.detach()
+
+    def stepped(self) -> None:
+        """Count the steps."""
+        self._num_steps += 1
+
+    @torch.no_grad()
+    def new_control(self) -> dict[str, Tensor]:
+        """Return the client's new control variate, c_i - c + (x - y) / (K lr) (line 12, option II).
+
+        This is the mean gradient over the K steps.
+        """
+        scale = 1 / (self._num_steps * self._lr)
+        return {
+            name: (self.anchor[name] - y) * scale - self._correction[name]
+            for name, y in self.model.named_parameters()
+        }
 
 
 class ContrastiveModel(LocalModel):

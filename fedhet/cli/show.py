@@ -50,9 +50,16 @@ def methods_command(
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    supported = describe.tasks, describe.defenses, describe.privacy, describe.summation
+    supported = (
+        describe.tasks,
+        describe.training,
+        describe.defenses,
+        describe.privacy,
+        describe.summation,
+    )
     for sentence_of in (describe.default_models, *supported):
-        console.print(sentence_of(method), markup=False)
+        if sentence := sentence_of(method):
+            console.print(sentence, markup=False)
     if method.settings():
         console.print(_settings(method.settings()))
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):

@@ -241,12 +241,12 @@ class FixMatch:
 
         The loss of the unlabeled batch is weighted. If the client has only labeled or only
         unlabeled samples, the function returns only the loss of these samples. `penalty` depends
-        only on the weights, and is added to the loss of the labeled batch.
+        only on the weights, and is added to the loss.
         """
-        weight = self._settings.semi_weight
+        weight, extra = self._settings.semi_weight, penalty or (lambda: 0.0)
         if not self._has_labels:
-            return lambda x, y: weight * self.loss(predict)
-        labeled = loss_of if penalty is None else lambda x, y: loss_of(x, y) + penalty()
+            return lambda x, y: weight * self.loss(predict) + extra()
+        labeled = loss_of if penalty is None else lambda x, y: loss_of(x, y) + extra()
         if len(self._unlabeled) < MIN_BATCH:
             return labeled
         return lambda x, y: labeled(x, y) + weight * self.loss(predict)

@@ -109,6 +109,7 @@ class HetClient(NumPyClient):
             # Opacus assumes that a convolution's input is contiguous, so it computes wrong
             # per-sample gradients for the channels_last format.
             self.compute = replace(self.compute, channels_last=False)
+        config.method.spec.check_training(node.training, "node-config ")
         self.samples = samples or load_samples(config, node, self.compute)
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
         self.info, self.space = self.privacy.public_info(self.samples.info), self.samples.space

@@ -100,6 +100,22 @@ def tasks(method: Method) -> str:
     return f"Tasks (`data.task`): {'; '.join(parts)}."
 
 
+def training(method: Method) -> str:
+    """Return a sentence with the training settings of a method, or "" if it has none of its own."""
+    spec = method.spec
+    parts = {
+        "default ": [name for name in spec.training if name not in spec.fixed_training],
+        "requires ": [name for name in spec.training if name in spec.fixed_training],
+    }
+    texts = [
+        words + ", ".join(f"training.{kebab(name)}={spec.training[name]}" for name in names)
+        for words, names in parts.items()
+        if names
+    ]
+    reason = f", because {spec.why_fixed}" if spec.why_fixed else ""
+    return f"Training: {'; '.join(texts)}{reason}." if texts else ""
+
+
 def defenses(method: Method) -> str:
     """Return a sentence with the robust aggregation rules that a method supports."""
     rules, robustness = ", ".join(method.spec.defenses) or "none", method.spec.robustness

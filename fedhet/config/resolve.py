@@ -157,6 +157,16 @@ def complete(given: GivenSettings, *, selects: bool = False) -> Config:
         setting = f"{method.table}.{kebab(name)}"
         _check_allowed(setting, getattr(settings, name), allowed, problem=problem)
 
+    plain = RunSettings().training
+    training = {
+        k: v
+        for k, v in spec.training.items()
+        if f"training.{kebab(k)}" not in given.explicit
+        and getattr(run.training, k) == getattr(plain, k)
+    }
+    run = run.model_copy(update={"training": run.training.model_copy(update=training)})
+    spec.check_training(run.training)
+
     changes: dict[str, Any] = {}
     fixed = settings.fixed_rounds()
     if fixed is not None and run.rounds != fixed:

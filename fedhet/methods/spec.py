@@ -17,7 +17,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.kinds import DefaultModel, Kind
 from fedhet.settings.defense import Average
 from fedhet.settings.run import DataSettings, TrainingSettings
-from fedhet.settings.schema import MethodSettings, build
+from fedhet.settings.schema import MethodSettings, build, invalid_setting, kebab
 from fedhet.tasks import AUTO, CLASSES, LOSSES, TASKS, Task, find_task
 from fedhet.wire.contract import Contract, Sizes, Sum, require
 from fedhet.wire.identity import ClientInfo
@@ -213,6 +213,12 @@ class MethodSpec:
     If a default is not supported, the first supported value replaces it."""
     without_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Supported values of the method's settings in tasks without classes, as in `with_classes`."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the method for fields of `training`, which replace the defaults of all runs."""
+    fixed_training: tuple[str, ...] = ()
+    """Fields in `training` whose values the method requires, because of `why_fixed`."""
+    why_fixed: str = ""
+    """Reason for `fixed_training`, as shown to users."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
@@ -279,6 +285,7 @@ class MethodSpec:
         require(self, deployed=Mapping, paper_model=str, ensemble=tuple)
         require(self, needs_task=str, only_tasks=str, any_model=str)
         require(self, with_classes=Mapping, without_classes=Mapping)
+        require(self, training=Mapping, fixed_training=tuple, why_fixed=str)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"
@@ -317,6 +324,16 @@ class MethodSpec:
                 f"MethodSpec: 'ensemble' and the kind '{ENSEMBLE}' in 'kinds' must be declared "
                 "together"
             )
+
+    def check_training(self, training: TrainingSettings, place: str = "training.") -> None:
+        """Raise SettingsError if the method does not support the training settings of a client.
+
+        `place` is the start of the names of the settings in the error.
+        """
+        for name in self.fixed_training:
+            value, required = getattr(training, name), self.training[name]
+            if {*(value if isinstance(value, tuple) else [value])} != {required}:
+                raise invalid_setting(f"{place}{kebab(name)}", value, str(required), self.why_fixed)
 
     def claimed_by(self, client: str) -> MethodSpec:
         """Return the declaration without the support in `privacy` and `sums` for other clients.
