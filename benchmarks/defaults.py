@@ -51,6 +51,7 @@ RELATED = {
     "fedprox": "fedavg",
     "fedproto": "fedhe",
     "fedrep": "fedper",
+    "fedrolex": "heterofl",
     "fedtgp": "fedproto",
     "fedtype": "fml",
     "felo": "fedavg",

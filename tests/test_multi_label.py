@@ -46,7 +46,7 @@ from fedhet.tasks import MultiLabel, task_of
 TASK, LABELS = MultiLabel(), ("heart", "lung", "bone")
 METHODS = (
     "local", "central", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "heterofl",
-    "pfedme", "ditto", "moon", "scaffold", "fml", "fedkd", "fedmrl", "fedlora",
+    "pfedme", "ditto", "moon", "scaffold", "fedrolex", "fml", "fedkd", "fedmrl", "fedlora",
     "fedsa", "fedmd", "ds-fl", "feddf", "fedgems",
 )  # fmt: skip
 

@@ -49,7 +49,7 @@ def config_of(method: str, **changes: object):
 def test_methods_of_the_design_can_be_summed():
     design = (
         "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto moon fedtype "
-        "scaffold "
+        "scaffold fedrolex "
         "pfedbayes felo fedproto fedhe fedmd ds-fl heterofl"
     )
     assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
@@ -184,6 +184,7 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
         "fedprox",
         "pfedme",
         "heterofl",
+        "fedrolex",
         "fedper",
         "fedrep",
         "fedbn",
@@ -226,7 +227,7 @@ def test_sums_that_resist_a_malicious_server_are_the_documented_ones():
         for name in SUMMED
         if all(lane.server == "malicious" for lane in find_method(name).spec.sums.lanes)
     }
-    assert resisting == {"ditto", "fedavg", "fedprox", "heterofl", "pfedme"}
+    assert resisting == {"ditto", "fedavg", "fedprox", "fedrolex", "heterofl", "pfedme"}
     page = (Path(__file__).parents[1] / "docs" / "secure-aggregation.md").read_text()
     rows = [line for line in page.splitlines() if "protects a site from any server" in line]
     assert {n.strip() for row in rows for n in row.split("|")[1].replace("`", "").split(",")} == (

@@ -58,7 +58,7 @@ FEATURES, LENGTH = load_diabetes(return_X_y=True, scaled=False)
 NAMES = load_diabetes().feature_names
 REGRESSION = (
     "local", "central", "fedavg", "fedprox", "fedbn", "fedper", "fedrep", "lg-fedavg", "pfedme",
-    "ditto", "moon", "scaffold", "heterofl", "fml", "fedkd", "fedmrl", "fedlora",
+    "ditto", "moon", "scaffold", "fedrolex", "heterofl", "fml", "fedkd", "fedmrl", "fedlora",
     "fedsa", "fedmd", "ds-fl", "feddf", "fedgems", "pfedbayes",
 )  # fmt: skip
 

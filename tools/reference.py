@@ -67,7 +67,8 @@ SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
     "averaged": "averaged, with a weight that depends on its age",
     "kept": "used unchanged, because it is the client's own model or class means",
-    "refused": "discarded without a penalty, because its public samples are from an earlier round",
+    "refused": "discarded without a penalty, because its public samples or its submodel are of an "
+    "earlier round",
 }
 API_COLUMNS = ("name", "purpose")
 _DIRECTIVE = re.compile(r"^(?:## (.+)|\.\. auto\w+:: (\S+)\n((?:   .*\n)*))", re.MULTILINE)

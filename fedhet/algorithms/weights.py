@@ -3,6 +3,7 @@
 - Averages: McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg).
 - Submodels, i.e. the leading parts of a model's layers, and averages over their overlaps: Diao et
   al., HeteroFL, ICLR 2021, Section 3 and Algorithm 1.
+- Rolling submodels: Alam et al., FedRolex, NeurIPS 2022, Algorithm 1.
 - Stochastic rounding: QSGD (Alistarh et al., NeurIPS 2017), but with a scale per row.
 - Top-k sparsification with error feedback: Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 - Low-rank factors: FedKD (Wu et al., Nature Communications 13, 2022, "Dynamic gradients
@@ -164,6 +165,30 @@ def cut_submodel(weights: Arrays, shapes: Shapes) -> dict[str, Array]:
         name: np.array(weights[name][tuple(map(slice, shape))])
         for name, (shape, _) in shapes.items()
     }
+
+
+def roll_channels(weights: Arrays, narrow: Shapes) -> dict[str, Array]:
+    """Move the first channel of each hidden layer to the end (FedRolex, Algorithm 1).
+
+    The model computes the same function, but its leading submodels start one channel later.
+
+    Args:
+        weights: Parameters of the model, in the order of its layers.
+        narrow: Shapes of a submodel, which differ from the model's shapes along hidden channels.
+    """
+    rolled, channels = {}, 1
+    for name, value in weights.items():
+        shape, _ = narrow[name]
+        for axis, size in enumerate(value.shape):
+            if size == shape[axis]:
+                continue
+            # A linear layer after a convolution has several consecutive inputs per channel.
+            block = size // channels if axis == 1 and value.ndim == 2 else 1
+            value = np.roll(value, -block, axis)
+        if value.ndim > 1:
+            channels = value.shape[0]
+        rolled[name] = value
+    return rolled
 
 
 @dataclass(frozen=True)
