@@ -1,34 +1,41 @@
 """Accuracy of every method with its default settings, against local training and a related method.
 
     python -m benchmarks.defaults [--methods felo,velo] [--data digits-10] [--seeds 0,1,2]
-        [--out runs/defaults] [--jobs 1]
+        [--out runs/defaults] [--jobs 1] [--write]
 
 The clients, their data, their models, and the number of epochs are equal for the three runs of a
 row; the related method has its own models if it does not support these. The score is the method's
-headline score. Finished runs are kept, so that the same command continues. Run this again when a
-default changes.
+headline score. Finished runs are kept, so that the same command continues. --write stores their
+scores in benchmarks/measured/defaults.json. A stored score is used again until one of the settings
+that affect it changes, so run this again when a default changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pandas as pd
 
+from fedhet.base.disk import write_text
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.experiments.making import Wanted, make_runs
 from fedhet.experiments.plan import PlannedRun, Values, each_once, finished_run, seeded
 from fedhet.methods.registry import shipped_names
-from fedhet.report.differences import Difference, paired_difference, spread_of
+from fedhet.report.differences import paired_difference, spread_of
 from fedhet.report.tables import MARK, Cell, Cells, markdown
 from fedhet.runs.directory import make_directory
+from fedhet.runs.records import PROTOCOLS
 from fedhet.runs.units import ABSENT, plus_minus
+from fedhet.settings.run import PLACE
 
 RELATED = {
     "cofed": "ds-fl",
@@ -74,6 +81,50 @@ DATA = {
 }
 """Settings of the data, by name. Ten clients are the default."""
 BASELINE = "local"
+ESSENTIAL = {"data", "models", "training", "rounds", "clients", "method"}
+"""Settings on which a result depends, besides the method's own settings."""
+RECORDS = Path(__file__).parent / "measured" / "defaults.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Scores of a finished run in the last round."""
+
+    headline: str
+    """Protocol of the headline score, such as `personal`."""
+    scores: dict[str, list[object]]
+    """By protocol: the main kind of model, its mean score in percent, and its test samples."""
+
+
+@cache
+def stored() -> dict[str, Result]:
+    """Return the results in benchmarks/measured/defaults.json, by key."""
+    content = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    return {key: Result(**result) for key, result in content.items()}
+
+
+def key_of(run: PlannedRun) -> str:
+    """Return the key of a run's result: its label, seed, and a digest of its settings."""
+    config = run.config
+    kept = {k: v for k, v in config.flat().items() if k.partition(".")[0] in ESSENTIAL}
+    kept |= {name: config.flat()[name] for name in run.values if name not in PLACE}
+    own = config.method_settings.flat()
+    text = json.dumps([kept, own], sort_keys=True, default=str)
+    name = f"{run.values['method']}, {run.values['data.dataset']}, seed {run.values['seed']}"
+    return f"{name}, {hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def result_of(run: PlannedRun) -> Result | None:
+    """Return a run's result if the run has finished, or if its result is stored."""
+    if not run.finished:
+        return stored().get(key_of(run))
+    finished = finished_run(run.directory)
+    scores: dict[str, list[object]] = {}
+    for protocol in PROTOCOLS:
+        if kind := next(iter(finished.kinds(protocol)), ""):
+            mean = round(100 * finished.last(protocol, kind).mean, 3)
+            scores[protocol] = [kind, mean, finished.test_samples(protocol, kind)]
+    return Result(finished.headline, scores)
 
 
 @dataclass(frozen=True)
@@ -89,7 +140,7 @@ class Row:
 
 
 def main() -> None:
-    """Execute the missing runs, and print the table."""
+    """Execute the missing runs, print the table, and store the results if requested."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", default=",".join(RELATED))
     parser.add_argument("--data", default=",".join(DATA))
@@ -97,18 +148,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/defaults"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="print finished rows only")
+    parser.add_argument("--write", action="store_true", help="store the scores of finished runs")
     given = parser.parse_args()
     methods, places = given.methods.split(","), given.data.split(",")
     seeds = [int(seed) for seed in given.seeds.split(",")]
     assert set(methods) <= RELATED.keys() <= set(shipped_names())
     make_directory(given.out)
     rows = [*planned(methods, places, seeds, given.out)]
+    runs = each_once(run for row in rows for run in (*row.ours, *row.local, *row.related))
     if not given.show:
-        runs = [run for row in rows for run in (*row.ours, *row.local, *row.related)]
-        by_seed = sorted(each_once(runs), key=lambda run: seeds.index(int(str(run.values["seed"]))))
+        missing = [run for run in runs if result_of(run) is None]
+        missing.sort(key=lambda run: seeds.index(int(str(run.values["seed"]))))
         wanted = Wanted("tiny", seeds, given.out, {}, jobs=given.jobs)
-        for name, fault in make_runs("defaults", by_seed, wanted).items():
+        for name, fault in make_runs("defaults", missing, wanted).items():
             print(f"{name}: {fault}")
+    if given.write:
+        finished = {key_of(run): result_of(run) for run in runs if run.finished}
+        known = {key: asdict(result) for key, result in (stored() | finished).items() if result}
+        lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
+        write_text(RECORDS, "{\n" + ",\n".join(lines) + "\n}\n")
     print(markdown(table(rows)))
 
 
@@ -151,55 +209,46 @@ def supported(values: Values) -> Values:
 
 def table(rows: Sequence[Row]) -> Cells:
     """Return the table of the finished rows, in percent and percentage points."""
-    shown = [row for row in rows if all(run.finished for run in (*row.ours, *row.local))]
     columns: dict[str, list[Cell]] = {
         title: []
         for title in ("data", "method", "score", "accuracy", "- local", "related", "- related")
     }
-    for row in shown:
-        ours, protocol, kind = scores(row.ours, "")
-        local, *_ = scores(row.local, protocol)
-        spread = spread_of(ours)
+    for row in rows:
+        ours, local, related = (results(runs) for runs in (row.ours, row.local, row.related))
+        if not ours or not local:
+            continue
+        protocol = next(iter(ours.values())).headline
+        spread = spread_of(scores(ours, protocol))
+        kind, *_ = next(iter(ours.values())).scores[protocol]
         columns["data"].append(Cell(row.data))
         columns["method"].append(Cell(row.method))
         columns["score"].append(Cell(f"{protocol}, {kind}"))
         columns["accuracy"].append(Cell(plus_minus(spread.mean, spread.std, 1), spread.mean))
-        columns["- local"].append(difference(ours, local, row.ours, protocol))
-        is_known = row.related and all(run.finished for run in row.related)
-        columns["related"].append(Cell(RELATED[row.method] if is_known else ABSENT))
+        columns["- local"].append(difference(ours, local, protocol))
+        columns["related"].append(Cell(RELATED[row.method] if related else ABSENT))
         columns["- related"].append(
-            difference(ours, scores(row.related, protocol)[0], row.ours, protocol)
-            if is_known
-            else Cell(ABSENT, math.nan)
+            difference(ours, related, protocol) if related else Cell(ABSENT, math.nan)
         )
     return Cells({title: [*cells] for title, cells in columns.items()})
 
 
-def scores(runs: Sequence[PlannedRun], protocol: str) -> tuple[pd.Series, str, str]:
-    """Return the headline scores in the last round in percent, by seed, and what they measure.
-
-    An empty `protocol` stands for the method's headline protocol.
-    """
-    by_seed = {}
-    kind = ""
-    for planned_run in runs:
-        run = finished_run(planned_run.directory)
-        protocol = protocol or run.headline
-        kind = next(iter(run.kinds(protocol)), "")
-        by_seed[planned_run.values["seed"]] = 100 * run.last(protocol, kind).mean
-    return pd.Series(by_seed), protocol, kind
+def results(runs: Sequence[PlannedRun]) -> dict[int, Result]:
+    """Return the results by seed, or nothing if one of them is missing."""
+    known = {int(str(run.values["seed"])): result_of(run) for run in runs}
+    return {seed: result for seed, result in known.items() if result} if all(known.values()) else {}
 
 
-def difference(
-    ours: pd.Series, theirs: pd.Series, runs: Sequence[PlannedRun], protocol: str
-) -> Cell:
+def scores(by_seed: Mapping[int, Result], protocol: str) -> pd.Series:
+    """Return the mean scores under a protocol in percent, by seed."""
+    return pd.Series({seed: result.scores[protocol][1] for seed, result in by_seed.items()})
+
+
+def difference(ours: Mapping[int, Result], theirs: Mapping[int, Result], protocol: str) -> Cell:
     """Return the mean paired difference in points, with its standard error."""
-    tested = []
-    for planned_run in runs:
-        run = finished_run(planned_run.directory)
-        tested.append(run.test_samples(protocol, next(iter(run.kinds(protocol)), "")))
-    known = [count for count in tested if count is not None]
-    gain: Difference = paired_difference(ours, theirs, min(known, default=None), 100.0)
+    tested = [result.scores[protocol][2] for result in ours.values()]
+    known = [float(str(count)) for count in tested if count is not None]
+    pair = scores(ours, protocol), scores(theirs, protocol)
+    gain = paired_difference(*pair, min(known, default=None), 100.0)
     text = f"{gain.mean:+.1f} ± {gain.se:.1f}".replace("-", "\N{MINUS SIGN}")
     return Cell(f"{text}{MARK if gain.is_clear else ''}", gain.mean)
 
