@@ -1,7 +1,8 @@
 """Generator of the pages that show finished tables.
 
 `python -m tools.results`, run in the project's root directory, writes the generated parts of
-docs/results.md, docs/methods.md and docs/tables/*.md from the files in fedhet/experiments/measured.
+docs/results.md, docs/methods.md and docs/tables/*.md from the files in fedhet/experiments/measured,
+and of docs/conformance.md from benchmarks/measured.
 It also writes list.json, the list of tables that `fedhet table` prints.
 """
 
@@ -12,6 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import conformance
 from fedhet.experiments.claims import MEASURED, claims_in, counted, read_finished
 from fedhet.experiments.field import (
     DIFFERENCES,
@@ -65,6 +67,7 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
             f"tables/{paper}.md": paper_part([r for r in results if paper_of(r.table) == paper])
             for paper in dict.fromkeys(paper_of(result.table) for result in results)
         },
+        "conformance.md": conformance.shown(conformance.read_records()),
     }
     paths = {root / "docs" / name: part for name, part in parts.items()}
     texts = {path: with_part(path, part) for path, part in paths.items() if path.exists()}
