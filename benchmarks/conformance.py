@@ -150,9 +150,15 @@ def complete_updates() -> None:
 
 def no_weight_decay() -> None:
     """Let pFedMe's steps contain no weight decay."""
-    module = imported("flcore.optimizers.fedoptimizer")
-    optimizer = functools.partial(module.pFedMeOptimizer, mu=0.0)
-    imported("flcore.clients.clientpFedMe").pFedMeOptimizer = optimizer
+    client = imported("flcore.clients.clientpFedMe")
+    client.pFedMeOptimizer = functools.partial(client.pFedMeOptimizer, mu=0.0)
+
+
+def own_personal_model() -> None:
+    """Let pFedMe's clients keep the weights of the personal model, instead of references."""
+    optimizer = imported("flcore.optimizers.fedoptimizer").pFedMeOptimizer
+    step = optimizer.step
+    optimizer.step = lambda *args: [p.detach().clone() for p in step(*args)]
 
 
 DIVERGENCE = Change(
@@ -210,7 +216,14 @@ CASES = (
             "fedgh.server-batch-size": SAMPLES,
         },
     ),
-    Case("fd", HTFLLIB, "FD"),
+    Case(
+        "fd",
+        HTFLLIB,
+        "FD",
+        remark="The library has another algorithm: targets are mean logits of all clients without "
+        "a softmax, and the sample's own logits for classes without a mean. FD's targets are the "
+        "mean probabilities of the other clients (Algorithm 1, line 5).",
+    ),
     Case(
         "fml",
         HTFLLIB,
@@ -245,6 +258,14 @@ CASES = (
     Case("fedprox", PFLLIB, "FedProx", {"mu": 0.1}, {"fedprox.mu": 0.1}),
     Case("fedper", PFLLIB, "FedPer"),
     Case("fedrep", PFLLIB, "FedRep", {"plocal_epochs": 1}, {"fedrep.head-epochs": 1}),
+    Case("scaffold", PFLLIB, "SCAFFOLD", {"server_learning_rate": 1}),
+    Case(
+        "moon",
+        PFLLIB,
+        "MOON",
+        {"mu": 1, "tau": 0.5},
+        {"moon.mu": 1, "moon.temperature": 0.5, "moon.projection-dim": 0},
+    ),
     Case(
         "ditto",
         PFLLIB,
@@ -258,7 +279,14 @@ CASES = (
         "pFedMe",
         {"lamda": 15, "K": 5, "p_learning_rate": 0.01, "beta": 1},
         {"pfedme.strength": 15, "pfedme.steps": 5, "pfedme.rate": LEARNING_RATE},
-        (Change("Steps contain weight decay of 0.001.", no_weight_decay),),
+        (
+            Change(
+                "The personal model is lost, because the local copy overwrites it after training, "
+                "so that the library evaluates the averaged model.",
+                own_personal_model,
+            ),
+            Change("Steps contain weight decay of 0.001.", no_weight_decay),
+        ),
     ),
 )
 
@@ -491,6 +519,8 @@ def weights_of(case: Case, client: Any) -> Iterator[tuple[str, Tensor]]:
     parts: dict[str, nn.Module] = {}
     if case.library == PFLLIB:
         parts[""] = client.model_per if case.method == "ditto" else client.model
+        if case.method == "pfedme":  # As before an evaluation.
+            client.update_parameters(client.model, client.personalized_params)
     else:
         load = imported("flcore.clients.clientbase").load_item
         place = client.save_folder_name

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bases import make_bases
 
-from benchmarks import conformal_step, same_numbers, tasks
+from benchmarks import conformal_step, conformance, same_numbers, tasks
 from benchmarks.gpu import PIECES
 from benchmarks.timing import write_images
 from fedhet.config.resolve import resolve
@@ -121,3 +121,15 @@ def test_rows_of_table_9_train_one_model_each(tmp_path, monkeypatch):
                 if any(not a.equal(b) for a, b in zip(old, after[place][name], strict=True))
             }
             assert trained == {(number if kind == "private" else 0, kind)}
+
+
+def test_every_difference_from_another_library_is_explained():
+    records = conformance.read_records()
+    assert [*records] == [case.method for case in conformance.CASES]
+    for case in conformance.CASES:
+        record = records[case.method]
+        has_changes = "changed" in record
+        assert has_changes == bool(case.changes)
+        gap = record["changed" if has_changes else "as it is"]
+        assert (gap < 1e-10) != bool(case.remark), case.method
+        assert not has_changes or record["as it is"] > 1e-6, case.method
