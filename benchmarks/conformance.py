@@ -92,6 +92,11 @@ def mean_divergence() -> None:
     nn.KLDivLoss = Divergence  # type: ignore[misc, assignment]
 
 
+def unclipped() -> None:
+    """Let gradients have any norm."""
+    nn.utils.clip_grad_norm_ = lambda *_: None  # type: ignore[assignment]
+
+
 def prototypes_after_training() -> None:
     """Let clients compute prototypes with the trained model, in evaluation mode."""
     client = imported("flcore.clients.clientproto").clientProto
@@ -141,8 +146,8 @@ def complete_updates() -> None:
     """Let FedKD send all singular values."""
     for name in ("clients.clientkd", "servers.serverkd"):
         module = imported(f"flcore.{name}")
-        module.recover = dict
-        module.decomposition = lambda items, energy: {
+        vars(module)["recover"] = dict
+        vars(module)["decomposition"] = lambda items, energy: {
             name: np.asarray(value.detach() if isinstance(value, Tensor) else value)
             for name, value in items
         }
@@ -166,6 +171,7 @@ DIVERGENCE = Change(
     "to the teacher.",
     mean_divergence,
 )
+UNCLIPPED = Change("Gradients are clipped to a norm of 10.", unclipped)
 CASES = (
     Case("local", HTFLLIB, "Local"),
     Case("lg-fedavg", HTFLLIB, "LG-FedAvg", settings={"lg-fedavg.feature-dim": 512}),
@@ -230,7 +236,7 @@ CASES = (
         "FML",
         {"alpha": 0.5, "beta": 0.5},
         {"fml.meme": "fedavg-cnn", "fml.alpha": 0.5, "fml.beta": 0.5},
-        (DIVERGENCE,),
+        (DIVERGENCE, UNCLIPPED),
     ),
     Case(
         "fedkd",
@@ -244,7 +250,13 @@ CASES = (
             "fedkd.energy-start": 1,
             "fedkd.energy-end": 1,
         },
-        (DIVERGENCE, Change("Singular values of the weights are sent.", complete_updates)),
+        (
+            DIVERGENCE,
+            UNCLIPPED,
+            Change(
+                "Singular values of the weights are sent, and not of the update.", complete_updates
+            ),
+        ),
     ),
     Case(
         "fedmrl",
@@ -470,7 +482,7 @@ def run_library(case: Case, system: Path, *, changed: bool) -> None:
         for attribute in ("size", "FedKTL"):
             setattr(sys.modules[name], attribute, lambda *_: 0)
     torch.load = functools.partial(torch.load, weights_only=False)
-    imported("utils.result_utils").average_data = lambda **_: None
+    vars(imported("utils.result_utils"))["average_data"] = lambda **_: None
     servers: list[Any] = []
     weights: dict[str, Array] = {}
     server = imported("flcore.servers.serverbase").Server
@@ -487,7 +499,7 @@ def run_library(case: Case, system: Path, *, changed: bool) -> None:
             type(self).train(self)
 
         initialize(self, *args)
-        self.train, self.save_results = train, lambda: None
+        vars(self).update(train=train, save_results=lambda: None)
         servers.append(self)
 
     server.__init__ = initialize_and_keep
@@ -512,33 +524,42 @@ RENAMED = {
     "conv1.0.": "extractor.0.", "conv2.0.": "extractor.3.", "fc1.0.": "extractor.7.",
     "head.": "classifier.", "fc.": "classifier.",
 }  # fmt: skip
+"""Names of layers in fedhet, by their names in the libraries. Other layers have equal names."""
 
 
 def weights_of(case: Case, client: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a client's model, with their names in fedhet."""
     parts: dict[str, nn.Module] = {}
     if case.library == PFLLIB:
-        parts[""] = client.model_per if case.method == "ditto" else client.model
+        parts["extractor."] = client.model_per if case.method == "ditto" else client.model
         if case.method == "pfedme":  # As before an evaluation.
             client.update_parameters(client.model, client.personalized_params)
     else:
         load = imported("flcore.clients.clientbase").load_item
         place = client.save_folder_name
-        parts[""] = load(client.role, "model", place)
+        parts["extractor."] = load(client.role, "model", place)
         if case.method == "fedmrl":
-            mine = load(client.role, "global_model", place)
-            parts["shared."] = mine or load("Server", "global_model", place)
-            parts["projector."] = load(client.role, "proj", place)
+            shared = load(client.role, "global_model", place)
+            parts["extractor.own."] = parts.pop("extractor.")
+            parts["extractor.shared.extractor.native."] = shared or load(
+                "Server", "global_model", place
+            )
+            parts["extractor.projector."] = load(client.role, "proj", place)
         if case.method == "fedkd":
             parts["bridge."] = load(client.role, "W_h", place)
-    for part, module in parts.items():
+    for extractor, module in parts.items():
         for name, value in module.state_dict().items():
+            if isinstance(module, nn.Linear):
+                yield f"private/{extractor}{name}", value
+                continue
             short = name.removeprefix("base.")
             old = next((old for old in RENAMED if short.startswith(old)), "")
             renamed = RENAMED.get(old, "extractor.") + short.removeprefix(old)
-            if part in ("projector.", "bridge."):
-                renamed = name
-            yield f"private/{part}{renamed}", value
+            outer = "extractor.shared." if "shared" in extractor else ""
+            if renamed.startswith("extractor."):
+                yield f"private/{extractor}{renamed.removeprefix('extractor.')}", value
+            else:
+                yield f"private/{outer}{renamed}", value
 
 
 if __name__ == "__main__":
