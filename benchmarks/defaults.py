@@ -56,6 +56,7 @@ RELATED = {
     "felo": "fedavg",
     "fml": "fedkd",
     "heterofl": "felo",
+    "kt-pfl": "fedmd",
     "lg-fedavg": "fedper",
     "pfedbayes": "pfedme",
     "pfedme": "fedavg",

@@ -72,8 +72,12 @@ class FedMdClient(HetClient):
         logits = logits_of(
             self.models["private"], self._public_images(knowledge, "asked"), self.compute
         )
-        scores = logits.softmax(1) if exchanged == "probabilities" else logits
-        return Knowledge({exchanged: scores.cpu().numpy()})
+        return Knowledge({exchanged: self.scores_of(logits).cpu().numpy()})
+
+    def scores_of(self, logits: Tensor) -> Tensor:
+        """Return the scores [R, C] that the client sends for public samples with these logits."""
+        exchanged = self.settings.exchanged_in(self.task)
+        return logits.softmax(1) if exchanged == "probabilities" else logits
 
     def training_set(self) -> tuple[Tensor, Tensor]:
         """Return the client's data and, for a regressor without gradients, its public targets."""
