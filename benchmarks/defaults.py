@@ -60,6 +60,7 @@ RELATED = {
     "lg-fedavg": "fedper",
     "pfedbayes": "pfedme",
     "pfedme": "fedavg",
+    "rhfl": "fedmd",
     "um-pfssl": "fedper",
     "velo": "felo",
 }

@@ -161,6 +161,7 @@ LEARNS = [
      {"common/private": 0.5, "common/server": 0.5}),
     ("cronus", PUBLIC, {"common/private": 0.45}),
     ("kt-pfl", PUBLIC, {"common/private": 0.5}),
+    ("rhfl", PUBLIC, {"common/private": 0.5}),
 ]  # fmt: skip
 
 

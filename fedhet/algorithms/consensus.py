@@ -137,17 +137,6 @@ MIN_PROBABILITY = 1e-12
 """Lower bound of probabilities in logarithms (not in the paper), because log 0 is infinite."""
 
 
-def combined_scores(coefficients: Array, probabilities: Array) -> Array:
-    """Return KT-pFL's personalized soft predictions, sum_m c_m s_m, of shape [R, C].
-
-    Args:
-        coefficients: Coefficients c of one client, nonnegative with the sum 1, of shape [K].
-        probabilities: Soft predictions s of the clients, of shape [K, R, C].
-    """
-    combined: Array = np.tensordot(coefficients, probabilities, 1).astype(np.float32)
-    return combined
-
-
 def updated_coefficients(
     coefficients: Array, probabilities: Array, rate: float, rho: float
 ) -> Array:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedhet.algorithms.consensus import combined_scores, mean_scores, updated_coefficients
+from fedhet.algorithms.consensus import mean_scores, updated_coefficients, weighted_scores
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.kt_pfl import SPEC, KtPflSettings
 from fedhet.strategies.base import Reply
@@ -55,7 +55,8 @@ class KtPflStrategy(FedMdStrategy):
         if client not in self.names:
             return mean_scores(scores)
         others = [self.names.index(name) for name in sorted(self.scores)]
-        return combined_scores(self._normalized([self.names.index(client)], others)[0], scores)
+        coefficients = self._normalized([self.names.index(client)], others)[0]
+        return weighted_scores(scores, np.broadcast_to(coefficients[:, None], scores.shape[:2]))
 
     def forget(self, client: str) -> None:
         """Discard a client's soft predictions, and all coefficients that belong to the client."""
