@@ -35,6 +35,7 @@ RELATED = {
     "cronus": "fedmd",
     "ditto": "pfedme",
     "ds-fl": "fedmd",
+    "fccl": "fedmd",
     "fd": "fedproto",
     "fedavg": "lg-fedavg",
     "fedbn": "fedavg",
