@@ -50,7 +50,7 @@ def test_methods_of_the_design_can_be_summed():
     design = (
         "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto moon fedtype "
         "scaffold fedrolex "
-        "pfedbayes felo fedproto fedhe fedmd ds-fl heterofl"
+        "pfedbayes felo fedproto fedhe fedmd fccl ds-fl heterofl"
     )
     assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
     for name, method in all_methods()[0].items():
