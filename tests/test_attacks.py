@@ -297,6 +297,9 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
         "fedmd": {"logits"},
         "ds-fl": {"probabilities", "logits"},
         "cronus": {"probabilities"},
+        "fccl": {"logits"},
+        "kt-pfl": {"probabilities"},
+        "rhfl": {"probabilities"},
         "local": set(),
     }.items():
         assert {f.name for f in poisonable(find_method(name).spec.replies)} == fields

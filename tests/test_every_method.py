@@ -160,6 +160,9 @@ LEARNS = [
     ("ds-fl", {**PUBLIC, "ds-fl.server-model": "mlp"},
      {"common/private": 0.5, "common/server": 0.5}),
     ("cronus", PUBLIC, {"common/private": 0.45}),
+    ("fccl", PUBLIC, {"common/private": 0.5}),
+    ("kt-pfl", PUBLIC, {"common/private": 0.5}),
+    ("rhfl", PUBLIC, {"common/private": 0.5}),
 ]  # fmt: skip
 
 

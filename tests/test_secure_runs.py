@@ -31,6 +31,11 @@ NOT_IN_THE_DESIGN = {"fedsa"}
 SETTINGS = {
     "fedproto": {"fedproto.weighting": "clients"},
     "fedhe": {"fedhe.replies": "latest"},
+    "fedrolex": {
+        "fedrolex.levels": ["a", "b"],
+        "fedrolex.weighting": "samples",
+        "fedrolex.masked": False,
+    },
     "heterofl": {
         "heterofl.levels": ["a", "b"],
         "heterofl.weighting": "samples",
@@ -50,7 +55,7 @@ def test_methods_of_the_design_can_be_summed():
     design = (
         "fedavg fedprox fedbn fedper fedrep lg-fedavg fml fedmrl pfedme ditto moon fedtype "
         "scaffold fedrolex "
-        "pfedbayes felo fedproto fedhe fedmd ds-fl heterofl"
+        "pfedbayes felo fedproto fedhe fedmd fccl ds-fl heterofl"
     )
     assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
     for name, method in all_methods()[0].items():
@@ -171,7 +176,8 @@ def test_server_that_spoils_all_replies_but_one_learns_nothing(tmp_path, method,
     assert any(derived in text for text in notices), notices
     after = server.strategy.state_dict()
     assert before.keys() == after.keys()
-    if method == "heterofl":  # The sites of the other level form a sum that is not spoiled.
+    # The sites of the other level form a sum that is not spoiled.
+    if method in ("fedrolex", "heterofl"):
         return
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)

@@ -3,6 +3,8 @@
 - FedMD: mean of scores. Li and Wang, FedMD, Algorithm 1, "Aggregate".
 - DS-FL: mean (SA) or entropy reduction (ERA) of probabilities. Itahara et al., DS-FL.
 - Cronus: robust means, which a minority of malicious clients cannot shift far.
+- KT-pFL: learned combinations. Zhang et al., Parameterized Knowledge Transfer for Personalized
+  Federated Learning, Section 3.
 - CoFED: pseudolabels from votes. Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model
   Federated Multitask Learning, Algorithm 1, Sections 4.3 and 4.6.
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedhet.algorithms.classwise import nearest_distributions
 from fedhet.base.arrays import Array
 
 DEVIATIONS = 3.0
@@ -128,6 +131,38 @@ def weighted_scores(points: Array, weights: Array) -> Array:
     x = points.astype(np.float64).transpose(1, 0, 2)
     mean: Array = (weights.T[:, None] @ x)[:, 0] / weights.sum(0)[:, None]
     return mean.astype(np.float32)
+
+
+MIN_PROBABILITY = 1e-12
+"""Lower bound of probabilities in logarithms (not in the paper), because log 0 is infinite."""
+
+
+def updated_coefficients(
+    coefficients: Array, probabilities: Array, rate: float, rho: float
+) -> Array:
+    """Return KT-pFL's coefficients after a step of gradient descent, of shape [K, K].
+
+    Row n descends on KL(sum_m c_nm s_m || s_n), averaged over public samples, plus rho times
+    ||c_n - 1/K||^2. The step changes only the coefficients, for fixed soft predictions s. Each row
+    is then projected onto the probability simplex, because the combination must be a distribution.
+    The paper does not state a constraint; the authors' code applies a softmax instead.
+
+    Args:
+        coefficients: Coefficients c, of shape [K, K]; each row has the sum 1.
+        probabilities: Soft predictions s of the clients, of shape [K, R, C].
+        rate: Learning rate.
+        rho: Weight of the penalty.
+    """
+    exact = probabilities.astype(np.float64)
+    logs = np.log(np.maximum(exact, MIN_PROBABILITY))
+    gradient = 2 * rho * (coefficients - 1 / len(exact))
+    for own, row in enumerate(coefficients):
+        combined = np.tensordot(row, exact, 1)
+        # The derivative for c_nm is sum_c s_m (log(combined / s_n) + 1). The constant 1, summed
+        # over a distribution, does not affect the projection.
+        ratio = np.log(np.maximum(combined, MIN_PROBABILITY)) - logs[own]
+        gradient[own] += np.tensordot(exact, ratio, 2) / exact.shape[1]
+    return nearest_distributions(coefficients - rate * gradient).astype(np.float64)
 
 
 def _normalized(scores: Array, probabilities: Array) -> Array:

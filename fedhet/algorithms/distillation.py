@@ -7,6 +7,8 @@ The teacher is:
 - the mentor or the mentee on the same client: FedKD (Wu et al., Communication-efficient federated
   learning via knowledge distillation, Nature Communications 13, 2022, Methods);
 - the model itself on weakly augmented samples: FixMatch (Sohn et al. 2020);
+- the mean of all clients' logits, compared by cross-correlation: FCCL (Huang, Ye and Du, Learn from
+  Others and Be Yourself in Heterogeneous Federated Learning, CVPR 2022);
 - the teacher selected for each public sample: FedGEMS (Cheng et al., FedGEMS: Federated Learning of
   Larger Server Models via Selective Knowledge Fusion, Sections 3.3 and 3.4).
 
@@ -97,6 +99,35 @@ def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: S
         return F.cross_entropy(student, soft, reduction="none")
     gap = (student.softmax(1) if scores == "probabilities" else student) - target
     return (gap.abs() if kind == "mae" else gap.square()).mean(1)
+
+
+MIN_NORM = 1e-6
+"""Lower bound of the norm of a class's logits in a batch (not in the paper). Without this bound, a
+class whose logits are all equal would have an infinite gradient."""
+
+
+def cross_correlation_loss(logits: Tensor, consensus: Tensor, off_diagonal: float) -> Tensor:
+    """Return FCCL's loss on a batch of public samples, as a scalar.
+
+    M is the matrix [C, C] of the correlations, over the batch, of the model's logits for class u
+    with the mean logits for class v. The loss is sum_u (1 - M_uu)^2 + lambda sum_(u != v) (1 +
+    M_uv)^2: equal classes become correlated, and different classes become anticorrelated. No
+    gradient flows into the consensus.
+
+    Args:
+        logits: Logits of the model, of shape [N, C].
+        consensus: Mean logits of all clients, of shape [N, C].
+        off_diagonal: Weight lambda of the classes u != v.
+    """
+    scaled = []
+    for scores in (logits.float(), consensus.detach().float()):
+        centered = scores - scores.mean(0)
+        scaled.append(centered / centered.norm(dim=0).clamp(min=MIN_NORM))
+    matrix = scaled[0].T @ scaled[1]
+    diagonal = matrix.diagonal()
+    others = (1 + matrix).square().sum() - (1 + diagonal).square().sum()
+    loss: Tensor = (1 - diagonal).square().sum() + off_diagonal * others
+    return loss
 
 
 def mutual_loss(

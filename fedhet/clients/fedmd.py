@@ -16,7 +16,7 @@ from fedhet.algorithms.distillation import digest_losses
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data.dataset import Split, concatenate
-from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
+from fedhet.learning.training import BatchLoss, Optimization, SupervisedLoss, logits_of
 from fedhet.methods.fedmd import ConsensusSettings
 from fedhet.models import Refitted
 from fedhet.wire.contract import Sizes
@@ -72,8 +72,12 @@ class FedMdClient(HetClient):
         logits = logits_of(
             self.models["private"], self._public_images(knowledge, "asked"), self.compute
         )
-        scores = logits.softmax(1) if exchanged == "probabilities" else logits
-        return Knowledge({exchanged: scores.cpu().numpy()})
+        return Knowledge({exchanged: self.scores_of(logits).cpu().numpy()})
+
+    def scores_of(self, logits: Tensor) -> Tensor:
+        """Return the scores [R, C] that the client sends for public samples with these logits."""
+        exchanged = self.settings.exchanged_in(self.task)
+        return logits.softmax(1) if exchanged == "probabilities" else logits
 
     def training_set(self) -> tuple[Tensor, Tensor]:
         """Return the client's data and, for a regressor without gradients, its public targets."""
@@ -136,9 +140,12 @@ class FedMdClient(HetClient):
 
     def _revisit(self, round: int, optimizing: Optimization) -> None:
         """Train for the local epochs on the client's data, within its label space ("Revisit")."""
-        loss_of = SupervisedLoss(self.private, self.task.loss())
         generator = self.generator(round, "batches")
-        self.train_own(loss_of, self.private, optimizing, generator)
+        self.train_own(self.own_loss(), self.private, optimizing, generator)
+
+    def own_loss(self) -> BatchLoss:
+        """Return the loss function of a batch of the client's samples, by default the task's."""
+        return SupervisedLoss(self.private, self.task.loss())
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
         """Return the public samples whose indices are in the given field of a message."""

@@ -86,10 +86,11 @@ class FedMdSettings(DigestSettings):
     )
 
 
-def instructions(*kinds: ScoreKind) -> Contract:
+def instructions(*kinds: ScoreKind, distribution: bool = True) -> Contract:
     """Build the instruction contract, with one optional field per kind of scores.
 
     A run sends only the kind that its task exchanges (see `ConsensusSettings.exchanged_in`).
+    Probabilities in the consensus have the sum 1, unless `distribution` is false.
     """
     agreed: list[TensorField] = []
     for kind in kinds:
@@ -101,7 +102,7 @@ def instructions(*kinds: ScoreKind) -> Contract:
                 ("R", "C"),
                 consensus,
                 required=False,
-                distribution=kind == "probabilities",
+                distribution=distribution and kind == "probabilities",
                 needs=("rows",),
             )
         )

@@ -15,6 +15,7 @@ In regression (not in the paper), the scores are outputs, i.e. standardized pred
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ class FedMdStrategy(HetStrategy):
 
     spec = SPEC
     settings: ConsensusSettings
+    personalized: ClassVar[bool] = False
+    """Whether each client learns from a different consensus, returned by `consensus_for`."""
 
     def init(self) -> None:
         """Start with an empty consensus and no requested public samples."""
@@ -54,8 +57,14 @@ class FedMdStrategy(HetStrategy):
         size = min(self.settings.sample or len(self.public), len(self.public))
         rng = numpy_rng(self.run.seed, "public-rows", round)
         self.requested = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
-        self.instruction = Knowledge(self._consensus_fields() | {"asked": self.requested})
+        self.instruction = Knowledge(self._fields(self.consensus) | {"asked": self.requested})
         return super().select(round, members)
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Return the consensus, if it exists, and the requested public samples."""
+        if not self.personalized:
+            return self.instruction
+        return Knowledge(self.consensus_fields(client) | {"asked": self.requested})
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the sizes of axes C (classes) and Q (requested public samples)."""
@@ -68,8 +77,9 @@ class FedMdStrategy(HetStrategy):
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the last consensus, on which clients train before they evaluate."""
-        last = round == self.run.rounds and self.consensus is not None
-        return Knowledge(self._consensus_fields() | {"asked": self._numbers([])}) if last else None
+        if round != self.run.rounds or self.consensus is None:
+            return None
+        return Knowledge(self.consensus_fields(client) | {"asked": self._numbers([])})
 
     def evaluates_after(self, round: int) -> bool:
         """Return whether `round` is the last round."""
@@ -86,6 +96,21 @@ class FedMdStrategy(HetStrategy):
         """Return the consensus [R, C] from the clients' scores [K, R, C], by default their mean."""
         return mean_scores(scores)
 
+    def consensus_for(self, client: str, scores: Array) -> Array:
+        """Return the consensus [R, C] of one client, if the method is personalized.
+
+        Args:
+            client: Name of the client, which may have no scores in the round.
+            scores: Scores [K, R, C] of the clients in `self.scores`, sorted by name.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement consensus_for")
+
+    def consensus_fields(self, client: ClientInfo) -> dict[str, Array]:
+        """Return the client's consensus and the indices of its public samples, if it exists."""
+        if self.consensus is None or not self.personalized:
+            return self._fields(self.consensus)
+        return self._fields(self.consensus_for(client.name, self._stacked()))
+
     def forget(self, client: str) -> None:
         """Discard a client's scores, and recompute the consensus."""
         if self.scores.pop(client, None) is not None:
@@ -100,15 +125,18 @@ class FedMdStrategy(HetStrategy):
         self.scores, self.consensus_rows = group(state, "answers"), state["rows"]
         self._update_consensus()
 
-    def _consensus_fields(self) -> dict[str, Array]:
-        """Return the consensus and the indices of its public samples, if a consensus exists."""
-        if self.consensus is None:
-            return {}
-        return {self._exchanged: self.consensus, "rows": self.consensus_rows}
+    def _fields(self, consensus: Array | None) -> dict[str, Array]:
+        """Return a consensus [R, C] and the indices of its public samples, or no fields if None."""
+        return (
+            {} if consensus is None else {self._exchanged: consensus, "rows": self.consensus_rows}
+        )
+
+    def _stacked(self) -> Array:
+        """Return the scores [K, R, C] of the clients in `self.scores`, sorted by name."""
+        return np.stack([self.scores[name] for name in sorted(self.scores)])
 
     def _update_consensus(self) -> None:
-        scores = [self.scores[name] for name in sorted(self.scores)]
-        self.consensus = self.aggregate_scores(np.stack(scores)) if scores else None
+        self.consensus = self.aggregate_scores(self._stacked()) if self.scores else None
 
     def _numbers(self, rows: Array | list[int]) -> Array:
         return np.asarray(rows).astype(smallest_uint(len(self.public)))
