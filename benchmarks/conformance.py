@@ -160,10 +160,34 @@ def no_weight_decay() -> None:
 
 
 def own_personal_model() -> None:
-    """Let pFedMe's clients keep the weights of the personal model, instead of references."""
-    optimizer = imported("flcore.optimizers.fedoptimizer").pFedMeOptimizer
-    step = optimizer.step
-    optimizer.step = lambda *args: [p.detach().clone() for p in step(*args)]
+    """Let pFedMe's clients keep the personal model, before its weights are overwritten."""
+    client = imported("flcore.clients.clientpFedMe").clientpFedMe
+    update = client.update_parameters
+
+    def keep_and_update(self: Any, model: nn.Module, new: Sequence[Tensor]) -> None:
+        if new is self.local_params:
+            self.personal_model = [p.detach().clone() for p in model.parameters()]
+        update(self, model, new)
+
+    client.update_parameters = keep_and_update
+
+
+def separate_gradients() -> None:
+    """Let each loss of FedKD have a gradient only to the model that it trains."""
+    groups: list[list[nn.Parameter]] = []
+    backward, sgd = Tensor.backward, torch.optim.SGD
+
+    def optimizer(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        groups.append(list(parameters))
+        return sgd(groups[-1], lr=lr)
+
+    def backward_to_own(loss: Tensor, *, retain_graph: bool = False) -> None:
+        mentor, mentee, projection = groups[-3:]
+        inputs = mentor if retain_graph else mentee + projection
+        backward(loss, retain_graph=retain_graph, inputs=inputs)
+
+    torch.optim.SGD = optimizer  # type: ignore[misc, assignment]
+    Tensor.backward = backward_to_own  # type: ignore[method-assign, assignment]
 
 
 DIVERGENCE = Change(
@@ -253,6 +277,7 @@ CASES = (
         (
             DIVERGENCE,
             UNCLIPPED,
+            Change("Each loss has a gradient to both models.", separate_gradients),
             Change(
                 "Singular values of the weights are sent, and not of the update.", complete_updates
             ),
@@ -533,7 +558,9 @@ def weights_of(case: Case, client: Any) -> Iterator[tuple[str, Tensor]]:
     if case.library == PFLLIB:
         parts["extractor."] = client.model_per if case.method == "ditto" else client.model
         if case.method == "pfedme":  # As before an evaluation.
-            client.update_parameters(client.model, client.personalized_params)
+            personal = getattr(client, "personal_model", client.personalized_params)
+            for own, value in zip(client.model.parameters(), personal, strict=True):
+                own.data = value.data.clone()
     else:
         load = imported("flcore.clients.clientbase").load_item
         place = client.save_folder_name
