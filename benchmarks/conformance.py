@@ -1,7 +1,7 @@
 """Weights after training with HtFLlib or PFLlib, and with fedhet, from equal initial weights.
 
     python -m benchmarks.conformance --htfllib DIR --pfllib DIR [--methods fedavg,fedgh]
-        [--out runs/conformance] [--write]
+        [--out runs/conformance] [--seconds] [--write]
 
 DIR is a checkout of github.com/TsingZ0/HtFLlib or github.com/TsingZ0/PFLlib. Each library executes
 its own main.py in its own process, and reads the same files as fedhet (`pfllib:DIR`). All programs
@@ -32,16 +32,31 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.base.arrays import Array
+from fedhet.base.disk import write_text
 from fedhet.runs.units import ABSENT
 from fedhet.settings.schema import as_text
 
 HTFLLIB, PFLLIB = "HtFLlib", "PFLlib"
 FINISHED = "finished"
 """Name of the file that marks a finished run."""
-DATASET = "Cifar10-digits"
-"""Name of the data, from which PFLlib selects the model for images [3, 32, 32]."""
 CLIENTS, CLASSES, SAMPLES, TEST_SAMPLES = 3, 10, 32, 16
-ROUNDS, EPOCHS, LEARNING_RATE = 3, 2, 0.01
+EPOCHS, LEARNING_RATE = 2, 0.01
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Size of a comparison."""
+
+    dataset: str
+    """Name of the data. PFLlib selects the model for images [3, 32, 32] by "Cifar10"."""
+    samples: int
+    batch: int
+    rounds: int
+    epochs: int
+
+
+EXACT = Scale("Cifar10-digits", SAMPLES, SAMPLES, rounds=3, epochs=EPOCHS)
+TIMED = Scale("Cifar10-timed", 300, 10, rounds=4, epochs=1)
 UNUSED = (
     *("h5py", "calmsize", "cvxpy", "higher", "flcore.servers.serverktl_stylegan_xl"),
     *("flcore.servers.serverktl_stylegan_3", "flcore.servers.serverktl_stable_diffusion"),
@@ -191,11 +206,11 @@ def separate_gradients() -> None:
 
 
 DIVERGENCE = Change(
-    "The divergence is divided by the batch size and by the number of classes, and has a gradient "
-    "to the teacher.",
+    "In the library, the divergence is divided by the number of classes, and has a gradient to the "
+    "teacher.",
     mean_divergence,
 )
-UNCLIPPED = Change("Gradients are clipped to a norm of 10.", unclipped)
+UNCLIPPED = Change("The library clips gradients to a norm of 10.", unclipped)
 CASES = (
     Case("local", HTFLLIB, "Local"),
     Case("lg-fedavg", HTFLLIB, "LG-FedAvg", settings={"lg-fedavg.feature-dim": 512}),
@@ -206,8 +221,8 @@ CASES = (
         settings={"fedproto.feature-dim": 512, "fedproto.weighting": "clients"},
         changes=(
             Change(
-                "Prototypes are means over the features of all batches, from models before each "
-                "step, and not of the trained model (Algorithm 1, line 14).",
+                "The library computes prototypes during training, from the model before each "
+                "step. Here, they are class means of the trained model (Eq. 3).",
                 prototypes_after_training,
             ),
         ),
@@ -228,8 +243,8 @@ CASES = (
         },
         (
             Change(
-                "Prototypes come from the model before the round's training, because they are "
-                "computed before the trained model is stored.",
+                "The library computes prototypes with the model before the round's training, "
+                "because it stores the trained model afterwards.",
                 prototypes_of_the_trained_model,
             ),
         ),
@@ -250,8 +265,8 @@ CASES = (
         "fd",
         HTFLLIB,
         "FD",
-        remark="The library has another algorithm: targets are mean logits of all clients without "
-        "a softmax, and the sample's own logits for classes without a mean. FD's targets are the "
+        remark="The library has another algorithm. Its targets are mean logits of all clients, "
+        "without a softmax, and a sample's own logits if its class has no mean. Here, they are the "
         "mean probabilities of the other clients (Algorithm 1, line 5).",
     ),
     Case(
@@ -277,9 +292,10 @@ CASES = (
         (
             DIVERGENCE,
             UNCLIPPED,
-            Change("Each loss has a gradient to both models.", separate_gradients),
+            Change("There, each loss trains both models.", separate_gradients),
             Change(
-                "Singular values of the weights are sent, and not of the update.", complete_updates
+                "There, clients send factors of the weights, and not of the update.",
+                complete_updates,
             ),
         ),
     ),
@@ -289,7 +305,7 @@ CASES = (
         "FedMRL",
         {"sub_feature_dim": 128},
         {"fedmrl.shared": "fedavg-cnn", "fedmrl.shared-dim": 128},
-        (Change("The projector is not stored after training.", kept_projector),),
+        (Change("The library does not store the trained projector.", kept_projector),),
     ),
     Case("fedavg", PFLLIB, "FedAvg"),
     Case("fedprox", PFLLIB, "FedProx", {"mu": 0.1}, {"fedprox.mu": 0.1}),
@@ -318,11 +334,11 @@ CASES = (
         {"pfedme.strength": 15, "pfedme.steps": 5, "pfedme.rate": LEARNING_RATE},
         (
             Change(
-                "The personal model is lost, because the local copy overwrites it after training, "
-                "so that the library evaluates the averaged model.",
+                "In the library, the local copy overwrites the personal model after training, so "
+                "that the library evaluates the averaged model.",
                 own_personal_model,
             ),
-            Change("Steps contain weight decay of 0.001.", no_weight_decay),
+            Change("Each step has a weight decay of 0.001.", no_weight_decay),
         ),
     ),
 )
@@ -331,37 +347,43 @@ CASES = (
 def main() -> None:
     """Execute the missing runs, print the results, and store them with --write."""
     if sys.argv[1:2] == ["run"]:
-        method, directory, changed = sys.argv[2:]
+        method, directory, run = sys.argv[2:]
         case = next(case for case in CASES if case.method == method)
-        deterministic_weights()
-        if changed == "here":
-            run_here(case, Path(directory))
+        scale = TIMED if run.startswith("timed") else EXACT
+        if scale is EXACT:
+            make_deterministic()
+        if run.endswith("here"):
+            run_here(case, Path(directory), scale, run)
         else:
-            run_library(case, Path(directory), changed=changed == "changed")
+            run_library(case, Path(directory), scale, changed=run == "changed")
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--htfllib", type=Path, required=True)
     parser.add_argument("--pfllib", type=Path, required=True)
     parser.add_argument("--methods", default=",".join(case.method for case in CASES))
     parser.add_argument("--out", type=Path, default=Path("runs/conformance"))
+    parser.add_argument("--seconds", action="store_true", help="also compare durations of rounds")
     parser.add_argument("--write", action="store_true", help="store the results")
     given = parser.parse_args()
     out = given.out.resolve()
-    write_data(out / "dataset" / DATASET)
+    for scale in (EXACT, TIMED):
+        write_data(out / "dataset" / scale.dataset, scale.samples)
     roots = {HTFLLIB: given.htfllib.resolve(), PFLLIB: given.pfllib.resolve()}
     records = read_records()
     for case in CASES:
         if case.method in given.methods.split(","):
-            records[case.method] = compare(case, roots[case.library], out)
-            print(case.method, records[case.method], flush=True)
+            record = compare(case, roots[case.library], out)
+            if given.seconds:
+                record["seconds"] = compare_seconds(case, roots[case.library], out)
+            records[case.method] = records.get(case.method, {}) | record
+            print(case.method, record, flush=True)
     if given.write:
-        RECORDS.parent.mkdir(exist_ok=True)
         ordered = {case.method: records[case.method] for case in CASES if case.method in records}
-        RECORDS.write_text(json.dumps(ordered, indent=1) + "\n")
+        write_text(RECORDS, json.dumps(ordered, indent=1) + "\n")
     print(shown(records))
 
 
-def write_data(directory: Path) -> None:
+def write_data(directory: Path, samples: int) -> None:
     """Write enlarged images of digits, five classes for each client, as both libraries do."""
     from sklearn.datasets import load_digits
 
@@ -373,7 +395,7 @@ def write_data(directory: Path) -> None:
     for client in range(CLIENTS):
         classes = (3 * client + np.arange(5)) % CLASSES
         rows = rng.permutation(np.flatnonzero(np.isin(labels, classes)))
-        parts = {"train": rows[:SAMPLES], "test": rows[SAMPLES:][:TEST_SAMPLES]}
+        parts = {"train": rows[:samples], "test": rows[samples:][:TEST_SAMPLES]}
         for part, own in parts.items():
             (directory / part).mkdir(parents=True, exist_ok=True)
             data: Any = {"x": images[own].astype(np.float32), "y": labels[own]}
@@ -399,6 +421,18 @@ def compare(case: Case, root: Path, out: Path) -> dict[str, Any]:
     return record
 
 
+def compare_seconds(case: Case, root: Path, out: Path) -> list[float]:
+    """Return the median durations of a round here and in the library, in seconds."""
+    folder = out / case.method
+    execute(case, folder, "timed here", folder)
+    execute(case, folder, "timed there", root / "system")
+    lines = (folder / "timed here" / "run" / "metrics.jsonl").read_text().splitlines()
+    spent = [json.loads(line)["seconds"] for line in lines]
+    ours = [seconds["total"] - seconds["evaluate"] for seconds in spent]
+    theirs = json.loads((folder / "timed there" / "seconds.json").read_text())
+    return [round(float(np.median(each[1:])), 3) for each in (ours, theirs)]
+
+
 def execute(case: Case, folder: Path, run: str, directory: Path) -> None:
     """Execute a run in a process of its own, unless it has finished."""
     place = folder / run
@@ -422,12 +456,19 @@ def read_records() -> dict[str, dict[str, Any]]:
 
 def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the results as a table in Markdown, and the changes as a list."""
-    lines = ["| method | library | as it is | changed |", "|---|---|---:|---:|"]
+    lines = [
+        "| method | library | as it is | changed | seconds, relative to the library |",
+        "|---|---|---:|---:|---:|",
+    ]
     changes = []
     for case in CASES:
         if record := records.get(case.method):
             link = f"[`{case.method}`](methods/{case.method}.md)"
             numbers = [f"{record[run]:.0e}" if run in record else ABSENT for run in RUNS]
+            if seconds := record.get("seconds"):
+                numbers.append(f"{seconds[0] / seconds[1]:.2f}")
+            else:
+                numbers.append(ABSENT)
             lines.append(f"| {link} | {case.library} {record['commit']} | {' | '.join(numbers)} |")
             reasons = [*(change.reason for change in case.changes), case.remark]
             if text := " ".join(filter(None, reasons)):
@@ -435,8 +476,8 @@ def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, "", *changes, ""])
 
 
-def deterministic_weights() -> None:
-    """Replace random initialization: values depend only on the tensor's shape."""
+def make_deterministic() -> None:
+    """Compute in float64, and let initial weights depend only on their shape."""
 
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shape = tuple(tensor.shape)
@@ -471,7 +512,7 @@ def weights_here(folder: Path) -> dict[str, Array]:
     from safetensors.numpy import load_file
 
     weights = {}
-    for path in folder.glob(f"here/run/state/*/client-*/round-{ROUNDS:06}.safetensors"):
+    for path in folder.glob(f"here/run/state/*/client-*/round-{EXACT.rounds:06}.safetensors"):
         client = path.parent.name.removeprefix("client-")
         for name, value in load_file(path).items():
             if name.startswith("private/") and not name.endswith("num_batches_tracked"):
@@ -479,27 +520,30 @@ def weights_here(folder: Path) -> dict[str, Array]:
     return weights
 
 
-def run_here(case: Case, folder: Path) -> None:
+def run_here(case: Case, folder: Path, scale: Scale, run: str) -> None:
     """Execute a run of fedhet in this process."""
-    double_messages()
+    if scale is EXACT:
+        double_messages()
     from fedhet.cli import app
     from fedhet.learning.devices import Compute
 
-    to_inputs = Compute.to_inputs
-    Compute.to_inputs = lambda self, x: to_inputs(self, x).double()  # type: ignore[method-assign]
+    if scale is EXACT:
+        to_inputs = Compute.to_inputs
+        Compute.to_inputs = lambda self, x: to_inputs(self, x).double()  # type: ignore[method-assign]
     settings: dict[str, object] = {
         "training.optimizer": "sgd", "training.momentum": 0, "training.lr": LEARNING_RATE,
-        "training.batch-size": SAMPLES, "training.local-epochs": EPOCHS,
-        "engine.backend": "inline", **case.settings,
+        "training.batch-size": scale.batch, "training.local-epochs": scale.epochs,
+        "engine.backend": "inline", "evaluate-from": 1 if scale is EXACT else scale.rounds,
+        **case.settings,
     }  # fmt: skip
     options = [f"--set={name}={as_text(value)}" for name, value in settings.items()]
     pool = "--preset=htfe-img-2" if case.library == HTFLLIB else "--models=fedavg-cnn"
-    data = f"--dataset=pfllib:{folder.parent / 'dataset' / DATASET}"
-    numbers = [f"--clients={CLIENTS}", f"--rounds={ROUNDS}", f"--out={folder / 'here' / 'run'}"]
+    data = f"--dataset=pfllib:{folder.parent / 'dataset' / scale.dataset}"
+    numbers = [f"--clients={CLIENTS}", f"--rounds={scale.rounds}", f"--out={folder / run / 'run'}"]
     app(["run", case.method, data, *numbers, pool, *options], standalone_mode=False)
 
 
-def run_library(case: Case, system: Path, *, changed: bool) -> None:
+def run_library(case: Case, system: Path, scale: Scale, *, changed: bool) -> None:
     """Execute a run of a library in this process, and write its clients' weights."""
     sys.path.insert(0, str(system))
     for name in UNUSED:
@@ -531,8 +575,10 @@ def run_library(case: Case, system: Path, *, changed: bool) -> None:
     for change in case.changes if changed else ():
         change.apply()
     options = {
-        "device": "cpu", "dataset": DATASET, "num_classes": CLASSES, "batch_size": SAMPLES,
-        "local_learning_rate": LEARNING_RATE, "global_rounds": ROUNDS - 1, "local_epochs": EPOCHS,
+        "device": "cpu", "dataset": scale.dataset, "num_classes": CLASSES,
+        "batch_size": scale.batch, "local_learning_rate": LEARNING_RATE,
+        "global_rounds": scale.rounds - 1, "local_epochs": scale.epochs,
+        "eval_gap": 1 if scale is EXACT else scale.rounds,
         "num_clients": CLIENTS, "algorithm": case.algorithm, **case.options,
     }  # fmt: skip
     options |= {"model_family": "HtFE-img-2"} if case.library == HTFLLIB else {"model": "CNN"}
@@ -542,6 +588,7 @@ def run_library(case: Case, system: Path, *, changed: bool) -> None:
         link.symlink_to("../dataset")
     runpy.run_path(str(system / "main.py"), run_name="__main__")
     collect("after")
+    Path("seconds.json").write_text(json.dumps(servers[0].Budget))
     np.savez("weights.npz", **weights)  # type: ignore[arg-type]
 
 
