@@ -13,8 +13,6 @@ from torch import nn
 
 from fedhet.algorithms.weights import roll_channels
 from fedhet.methods.fedrolex import SPEC
-from fedhet.methods.heterofl import WIDTHS
-from fedhet.models import base_and_width, narrow_name
 from fedhet.settings.schema import invalid_setting
 from fedhet.strategies.base import Reply
 from fedhet.strategies.heterofl import HeteroFlStrategy
@@ -44,7 +42,6 @@ class FedRolexStrategy(HeteroFlStrategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Average the submodels of the round, and advance the channels by one."""
         metrics = super().aggregate(round, replies)
-        narrow = narrow_name(base_and_width(self.model)[0], WIDTHS["e"])
-        client = dataclasses.replace(self.reference_client, model=narrow)
+        client = dataclasses.replace(self.reference_client, model=self.narrowest)
         self._set_weights(roll_channels(self.weights, self.sizes(client).models["weights"]))
         return metrics

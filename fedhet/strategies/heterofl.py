@@ -42,7 +42,9 @@ class HeteroFlStrategy(HetStrategy):
         (name,) = self.run.models.pool
         self.model = narrow_name(name, max(self.settings.widths))
         """Name of the global model."""
-        if not is_registered(narrow_name(name, WIDTHS["e"])):
+        self.narrowest = narrow_name(name, WIDTHS["e"])
+        """Name of the narrowest submodel, whose level may be unused."""
+        if not is_registered(self.narrowest):
             expected = "a model with several widths, such as mlp, cnn2, or text-cnn"
             raise invalid_setting("models.pool", self.run.models.pool, expected)
         self._set_weights(part_arrays(self.build_model(self.model), self.settings.part))
