@@ -78,7 +78,7 @@ def heads(client):
     return {kind: state_of(model)["classifier.weight"] for kind, model in models.items()}
 
 
-OTHERS_TOO = {"felo", "velo", "fedgems", "heterofl", "um-pfssl"}
+OTHERS_TOO = {"felo", "velo", "fedgems", "fedrolex", "heterofl", "um-pfssl"}
 """Their loss is over all classes, or they start from a part of the server's model."""
 
 

@@ -88,6 +88,7 @@ def test_rolled_model_computes_the_same_function(name, shape):
     weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
     narrow = shapes(narrow_name(name, 0.0625), shape, 7)
     rolled = roll_channels(weights, narrow)
+    assert same(rolled, roll_channels(dict(sorted(weights.items())), narrow))
     moved = {n for n in weights if not np.array_equal(rolled[n], weights[n])}
     assert moved == {n for n in weights if narrow[n][0] != weights[n].shape}
     x = torch.randn(3, *shape)

@@ -173,12 +173,13 @@ def roll_channels(weights: Arrays, narrow: Shapes) -> dict[str, Array]:
     The model computes the same function, but its leading submodels start one channel later.
 
     Args:
-        weights: Parameters of the model, in the order of its layers.
-        narrow: Shapes of a submodel, which differ from the model's shapes along hidden channels.
+        weights: Parameters of the model, in any order.
+        narrow: Shapes of a submodel, in the order of its layers. They differ from the model's
+            shapes along hidden channels. Shapes of other tensors are ignored.
     """
     rolled, channels = {}, 1
-    for name, value in weights.items():
-        shape, _ = narrow[name]
+    for name in (name for name in narrow if name in weights):
+        value, (shape, _) = weights[name], narrow[name]
         for axis, size in enumerate(value.shape):
             if size == shape[axis]:
                 continue
