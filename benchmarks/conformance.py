@@ -17,6 +17,7 @@ import argparse
 import functools
 import importlib
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -352,7 +353,7 @@ def main() -> None:
         scale = TIMED if run.startswith("timed") else EXACT
         if scale is EXACT:
             make_deterministic()
-        if run.endswith("here"):
+        if run in ("here", "timed"):
             run_here(case, Path(directory), scale, run)
         else:
             run_library(case, Path(directory), scale, changed=run == "changed")
@@ -424,12 +425,12 @@ def compare(case: Case, root: Path, out: Path) -> dict[str, Any]:
 def compare_seconds(case: Case, root: Path, out: Path) -> list[float]:
     """Return the median durations of a round here and in the library, in seconds."""
     folder = out / case.method
-    execute(case, folder, "timed here", folder)
-    execute(case, folder, "timed there", root / "system")
-    lines = (folder / "timed here" / "run" / "metrics.jsonl").read_text().splitlines()
+    execute(case, folder, "timed", folder)
+    execute(case, folder, "timed library", root / "system")
+    lines = (folder / "timed" / "run" / "metrics.jsonl").read_text().splitlines()
     spent = [json.loads(line)["seconds"] for line in lines]
     ours = [seconds["total"] - seconds["evaluate"] for seconds in spent]
-    theirs = json.loads((folder / "timed there" / "seconds.json").read_text())
+    theirs = json.loads((folder / "timed library" / "seconds.json").read_text())
     return [round(float(np.median(each[1:])), 3) for each in (ours, theirs)]
 
 
@@ -456,19 +457,18 @@ def read_records() -> dict[str, dict[str, Any]]:
 
 def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the results as a table in Markdown, and the changes as a list."""
-    lines = [
-        "| method | library | as it is | changed | seconds, relative to the library |",
-        "|---|---|---:|---:|---:|",
-    ]
+    columns = ["method", "library", *RUNS]
+    is_timed = any("seconds" in record for record in records.values())
+    columns += ["seconds, relative to the library"] if is_timed else []
+    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
     changes = []
     for case in CASES:
         if record := records.get(case.method):
             link = f"[`{case.method}`](methods/{case.method}.md)"
             numbers = [f"{record[run]:.0e}" if run in record else ABSENT for run in RUNS]
-            if seconds := record.get("seconds"):
-                numbers.append(f"{seconds[0] / seconds[1]:.2f}")
-            else:
-                numbers.append(ABSENT)
+            if is_timed:
+                ours, theirs = record.get("seconds", (math.nan, 1.0))
+                numbers.append(f"{ours / theirs:.2f}")
             lines.append(f"| {link} | {case.library} {record['commit']} | {' | '.join(numbers)} |")
             reasons = [*(change.reason for change in case.changes), case.remark]
             if text := " ".join(filter(None, reasons)):
