@@ -4,7 +4,7 @@
         [--out runs/conformance] [--seconds] [--write]
 
 DIR is a checkout of github.com/TsingZ0/HtFLlib or github.com/TsingZ0/PFLlib. Each library executes
-its own main.py in its own process, and reads the same files as fedhet (`pfllib:DIR`). All programs
+main.py in a separate process, and reads the same files as fedhet (`pfllib:DIR`). All programs
 compute in float64, initial weights depend only on their shape, and an epoch is one batch with all
 samples of a client, so that no random number differs. If the algorithm of a library differs from
 the paper, a second run changes it, as stated by the case's changes. --write stores the results in
@@ -63,7 +63,7 @@ UNUSED = (
     *("flcore.servers.serverktl_stylegan_3", "flcore.servers.serverktl_stable_diffusion"),
 )
 """Modules that the libraries import for other methods, and for writing results."""
-RUNS = ("as it is", "changed")
+RUNS = ("unchanged", "changed")
 RECORDS = Path(__file__).parent / "measured" / "conformance.json"
 
 
@@ -404,7 +404,7 @@ def write_data(directory: Path, samples: int) -> None:
 
 
 def compare(case: Case, root: Path, out: Path) -> dict[str, Any]:
-    """Execute a method here and in the library, as it is and changed, and compare the weights."""
+    """Compare the weights here with the weights in the unchanged and in the changed library."""
     folder = out / case.method
     execute(case, folder, "here", folder)
     ours = weights_here(folder)
@@ -435,7 +435,7 @@ def compare_seconds(case: Case, root: Path, out: Path) -> list[float]:
 
 
 def execute(case: Case, folder: Path, run: str, directory: Path) -> None:
-    """Execute a run in a process of its own, unless it has finished."""
+    """Execute a run in a separate process, unless it has finished."""
     place = folder / run
     if (place / FINISHED).exists():
         return

@@ -85,7 +85,7 @@ DATA = {
 """Settings of the data, by name. Ten clients are the default."""
 BASELINE = "local"
 ESSENTIAL = {"data", "models", "training", "rounds", "clients", "method"}
-"""Settings on which a result depends, besides the method's own settings."""
+"""Settings that affect a result. The method's settings are added to them."""
 RECORDS = Path(__file__).parent / "measured" / "defaults.json"
 
 
