@@ -18,7 +18,9 @@ from fedhet.base.errors import closest
 
 ACCURACY, RMSE, R2, COVERAGE = "accuracy", "rmse", "r2", "coverage"
 MACRO_AUC = "macro-auc"
+PERPLEXITY, TOKEN_ACCURACY = "perplexity", "token-accuracy"
 CLASSIFICATION, REGRESSION, MULTI_LABEL = "classification", "regression", "multi-label"
+CAUSAL_LM = "causal-lm"
 BINS = 15
 """Number of bins for the calibration error (Guo et al., ICML 2017)."""
 MIN_LIKELIHOOD = 2.0**-52
@@ -29,6 +31,8 @@ MAX_LABELS = 1000
 """Maximum number of labels in a multi-label task."""
 MAX_CONFUSION = 200
 """Maximum number of classes for which a confusion matrix is counted."""
+MAX_PERPLEXITY = 1e16
+"""Maximum perplexity of a test set."""
 NO_LABEL = "no label has both positive and negative test samples"
 MIN_ACCURACY = 1e-12
 """Smallest valid accuracy above 0, far below one correct prediction in a billion samples. It keeps
@@ -111,6 +115,16 @@ def test_loss(predictions: Predictions) -> float:
     truth = predictions.truth[:, None]
     likelihoods = np.take_along_axis(predictions.probabilities, truth, axis=1)
     return float(-np.log(likelihoods.clip(MIN_LIKELIHOOD, 1.0)).mean())
+
+
+def perplexity(predictions: Predictions) -> float:
+    """Return the exponential of the mean cross-entropy of the predicted tokens.
+
+    The probabilities have a single column, the likelihood of the token that follows, which is
+    clipped to at least 1 / `MAX_PERPLEXITY`.
+    """
+    likelihoods = predictions.probabilities[:, 0].clip(1 / MAX_PERPLEXITY, 1.0)
+    return float(np.exp(-np.log(likelihoods).mean()))
 
 
 def calibration_error(predictions: Predictions) -> float:
@@ -310,6 +324,14 @@ METRICS = {
         Metric(
             "label-precision", "average precision", partial(label_scores, score=label_precision),
             task=MULTI_LABEL, by_class=True,
+        ),
+        Metric(
+            PERPLEXITY, "perplexity", perplexity, lowest=1.0, highest=MAX_PERPLEXITY,
+            lower_is_better=True, task=CAUSAL_LM, undefined_if="no token is predicted",
+        ),
+        Metric(
+            TOKEN_ACCURACY, "token accuracy", lambda p: float(np.mean(p.truth == p.predicted)),
+            task=CAUSAL_LM, undefined_if="no token is predicted",
         ),
     )
 }  # fmt: skip

@@ -288,6 +288,44 @@ def predict_command(
     console.print(listing(*headers, rows=rows, words=None if only_top else 2))
 
 
+def generate_command(
+    directory: Directory,
+    client: Client,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", metavar="TEXT", help="Text to continue. Repeatable.")
+    ],
+    kind: Kind = "",
+    architecture: Architecture = "",
+    best: Best = False,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Maximum number of generated tokens.")
+    ] = 64,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, help="Temperature of sampling; 0 = always the most likely token."),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
+    trust: Trust = "",
+) -> None:
+    """Generate text with a language model of a client or of the server."""
+    with loading("PyTorch"):
+        from fedhet.inference.client import open_models
+        from fedhet.inference.generation import generate
+
+    trained = open_models(directory, client, architecture=architecture, best=best, trust=trust)
+    say(model_line(trained, kind))
+    for text in prompt:
+        generated = generate(
+            trained, text, kind, max_tokens=tokens, temperature=temperature, seed=seed
+        )
+        typer.echo(f"{printable(text)}{printable_lines(generated)}")
+
+
+def printable_lines(text: str) -> str:
+    """Return a text in which only line breaks remain of the control characters."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def csv_text(name: str) -> str:
     """Return a class or sample name for a CSV file.
 

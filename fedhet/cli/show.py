@@ -68,15 +68,30 @@ def methods_command(
         console.print(table if contract.fields else f"{sender} sends no data")
 
 
-def models_command() -> None:
-    """List the models."""
+def models_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Base model with adapters, such as causal-lora8:NAME."
+        ),
+    ] = None,
+) -> None:
+    """List the models, or show what of a base model would be trained."""
     from fedhet import models
 
+    if name is not None:
+        from fedhet.models.adapted import describe_adapted
+
+        trained, frozen, layers = describe_adapted(name)
+        console.print(listing("layer", "adapter", "parameters", rows=layers))
+        console.print(f"{trained:,} parameters are trained and sent, {frozen:,} are frozen")
+        return
     rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
     console.print(listing("model", "family", "description", "source", rows=rows))
     console.print(
         "Custom models: `package.module:function`; see docs/models.md. Pretrained text encoders: "
-        "`encoder-2:NAME`; see docs/data.md. Models NAME-gn use group normalization "
+        "`encoder-2:NAME`; see docs/data.md. Language models with adapters: `causal-lora8:NAME`; "
+        "see docs/models.md. Models NAME-gn use group normalization "
         "instead of batch normalization, as required by differential privacy."
     )
 

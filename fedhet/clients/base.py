@@ -66,7 +66,9 @@ from fedhet.models import (
     Refitted,
     build,
     build_any,
+    check_task,
     evaluate_models,
+    recompute_layers,
 )
 from fedhet.runs.measures import (
     MISSING_BASE,
@@ -127,13 +129,15 @@ class HetClient(NumPyClient):
             with AllocationLimit(node.max_model_bytes):
                 return self.setup()
 
-        self.task = self.samples.format.task
+        task = self.samples.format.task
+        check_task(node.model, task)
+        self.task = task.for_sample_gradients() if self.run.privacy.is_on else task
         """Task of the run (loss, predictions and scores)."""
-        task = f"{self.info.classes} {self.task.noun} of shape {list(self.info.shape)}"
+        described = f"{self.info.classes} {self.task.noun} of shape {list(self.info.shape)}"
         self.state = ClientState(
             node.state_dir,
             node.name,
-            {"method": self.run.method, "model": node.model, "task": task},
+            {"method": self.run.method, "model": node.model, "task": described},
             self.compute,
             setup=new_models,
             training_set=self.training_set,
@@ -267,9 +271,12 @@ class HetClient(NumPyClient):
             name: Name of the model, or "" for the client's architecture.
         """
         info, seed, model = self.info, self.run.seed, name or self.info.model
-        return build(
+        built = build(
             model, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
         )
+        if self.run.engine.gradient_checkpointing:
+            recompute_layers(built)
+        return built
 
     def public_set(self, *, labeled: bool) -> Split:
         """Return the public set, scaled like the client's samples.

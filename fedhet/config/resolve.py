@@ -196,7 +196,7 @@ def complete(given: GivenSettings, *, selects: bool = False) -> Config:
         data["validation_fraction"] = VALIDATION_FRACTION if holds_out else 0.0
     changes["data"] = run.data.model_copy(update=data)
     if run.models.pool == RunSettings().models.pool:
-        pool = spec.pool(kind)
+        pool = find_task(run.data.task)().default_pool(run.data) or spec.pool(kind)
         pool = models.private_pool(pool) if is_private else pool
         changes["models"] = run.models.model_copy(update={"pool": pool})
     # With secure aggregation, the precision must not depend on the machines of the sites.
@@ -431,6 +431,10 @@ def _check_training_and_pool(config: Config) -> None:
         how = "exchanges the weights" if spec.one_model else "cuts submodels from one model"
         raise invalid_setting("models.pool", pool, "one model for all clients", f"{name} {how}")
     for model in pool:
+        try:
+            models.check_task(model, task)
+        except ModelError as error:
+            raise SettingsError(f"setting 'models.pool': {error}") from None
         if model in models.WITHOUT_GRADIENTS and spec.any_model not in task.properties:
             specs = {m: each.spec for m, each in all_methods()[0].items()}
             able = ", ".join(

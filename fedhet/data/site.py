@@ -58,7 +58,8 @@ def site_data(
     Raises:
         DataError: If the data is invalid or has too few samples.
     """
-    root, is_classification = directory_of(dataset, spec), find_task(spec.task) is Classification
+    root, task = directory_of(dataset, spec), find_task(spec.task)
+    is_classification = task is Classification
     if root is not None and not root.is_dir():
         raise DataError(f"{root}: file or directory not found (data of {name})")
     if classes < 2 and is_classification:
@@ -66,7 +67,8 @@ def site_data(
             f"{dataset}: models.num-classes must be the number of classes, at least 2, got "
             f"{classes}"
         )
-    if not (is_classification or root is None or (root / SCHEMA).exists()):
+    has_scale = task.targets in ("numbers", "labels")
+    if has_scale and root is not None and not (root / SCHEMA).exists():
         raise DataError(
             f"{root / SCHEMA}: file not found, expected the scale of the targets, which all sites "
             f"share (data.task = {spec.task!r}). Create it with `fedhet schema`."

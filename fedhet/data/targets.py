@@ -380,7 +380,7 @@ def warn_of_constant_targets(dataset: Dataset) -> None:
     At a site, this is no error, because other sites may have other values.
     """
     task, y, names = dataset.format.task, dataset.train.y, dataset.format.classes
-    if task.targets == "class" or y.ndim != 2 or not len(y):
+    if task.targets in ("class", "tokens") or y.ndim != 2 or not len(y):
         return
     values = task.in_units(y) if isinstance(task, Regression) else y.numpy()
     absent = np.isnan(values)

@@ -34,24 +34,25 @@ from fedhet.wire.identity import MAX_SIDE
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
-_ENCODER = re.compile(r"encoder-([1-5])(?:-(frozen|lora.*?))?:(.+)")
+_ENCODER = re.compile(r"(?:encoder-([1-5])(?:-(frozen|lora.*?))?|causal-lora.*?):(.+)")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,100}", re.ASCII)
 
 
 def is_encoder(model: str) -> bool:
-    """Return whether a model name specifies an encoder, such as `encoder-2:NAME`."""
+    """Return whether a model name specifies a base model, such as `encoder-2:NAME`."""
     return _ENCODER.fullmatch(model) is not None
 
 
 def encoder_parts(model: str) -> tuple[int, bool, str]:
     """Parse `encoder-K[-frozen]:NAME` into K, whether the encoder is frozen, and NAME.
 
-    K is the number of linear layers after the encoder, including the classifier.
+    K is the number of linear layers after the encoder, including the classifier. It is 0 for the
+    names of causal language models, `causal-lora8:NAME`.
     """
     match = _ENCODER.fullmatch(model)
     if match is None:
         raise ModelError(f"model '{model}' must have the form 'encoder-2:NAME'")
-    return int(match[1]), match[2] == "frozen", match[3]
+    return int(match[1] or 0), match[2] == "frozen", match[3]
 
 
 def encoder_directory(name: str) -> str:

@@ -499,6 +499,44 @@ class Result:
         return trained.predict(samples, kind)
 
     @isolated()
+    def generate(
+        self,
+        client: str | int,
+        prompt: str,
+        *,
+        kind: str = "",
+        architecture: str = "",
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """Continue a prompt with a language model of a client or of the server.
+
+        Args:
+            client: Client, or "server", as in `model`.
+            prompt: Text to continue, or the message of a user if the run trained on instructions
+                and the tokenizer has a chat template.
+            kind: Kind of model, as in `model`.
+            architecture: Architecture of the server's model, as in `model`.
+            max_tokens: Maximum number of generated tokens.
+            temperature: Temperature of sampling; 0 = the most likely token at each position.
+            seed: Seed for sampling.
+
+        Returns:
+            The generated text, without the prompt.
+
+        Raises:
+            ModelError: If the model is not a causal language model, or the prompt is too long.
+            StateError: If the run contains no such client or model.
+        """
+        from fedhet.inference.generation import generate
+
+        return generate(
+            self._models(client, architecture), prompt, kind,
+            max_tokens=max_tokens, temperature=temperature, seed=seed,
+        )  # fmt: skip
+
+    @isolated()
     def export(
         self,
         client: str | int,

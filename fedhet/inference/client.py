@@ -28,7 +28,7 @@ from fedhet.base.errors import (
     nearest,
     one_line,
 )
-from fedhet.base.metrics import ACCURACY, MAX_CONFUSION
+from fedhet.base.metrics import ACCURACY, CAUSAL_LM, MAX_CONFUSION
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import (
     FILE,
@@ -311,6 +311,10 @@ class TrainedClient:
         """
         model, compute = self.model(kind), self._client.compute
         names, task = self.record.format.classes, self.record.format.task
+        if task.name == CAUSAL_LM:
+            raise ModelError(
+                f"{self.record.client}: a language model predicts texts. Use `fedhet generate`."
+            )
         with torch.no_grad():
             if task.name != CLASSIFICATION.name:
                 values = task.decode(logits_of(model, x, compute)).double().cpu().numpy()

@@ -130,11 +130,13 @@ def scaled(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
+def evaluation_batch(
+    model: nn.Module, x: Tensor, compute: Compute, smallest: int = MIN_BATCH
+) -> int:
     """Return the evaluation batch size for `model` on samples x [N, ...].
 
     If 'engine.eval-batch-size' is not set, the batch size is chosen to limit the largest layer
-    output, which is measured with a forward pass of one sample.
+    output, which is measured with a forward pass of one sample, but is at least `smallest`.
     """
     if compute.eval_batch:
         return compute.eval_batch
@@ -154,7 +156,7 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     max_bytes, max_batch = ACCELERATOR_BYTES, MAX_BATCH_ACCELERATOR
     if compute.device.type == "cpu":
         max_bytes, max_batch = CPU_BYTES, MAX_BATCH_CPU
-    return min(max(max_bytes // max(sizes), MIN_BATCH), max_batch)
+    return min(max(max_bytes // max(sizes), smallest), max_batch)
 
 
 def compute_for(settings: ComputeSettings) -> Compute:

@@ -51,6 +51,8 @@ def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
 
 SPEC = replace(
     fedavg.SPEC,
+    needs_task="outputs",
+    only_tasks="its distillation needs one vector of outputs for each sample",
     title="private mentor and small shared mentee, with low-rank updates",
     paper="Wu et al., Communication-efficient federated learning via knowledge distillation",
     headline="personal",

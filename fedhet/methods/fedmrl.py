@@ -41,6 +41,8 @@ class FedMrlSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
+    needs_task="outputs",
+    only_tasks="its projection needs one vector of features for each sample",
     title="small shared model and private model, fused by a projector",
     paper="Yi et al., Federated Model Heterogeneous Matryoshka Representation Learning",
     headline="personal",

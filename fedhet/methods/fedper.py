@@ -23,6 +23,8 @@ class FedPerSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
+    needs_task="outputs",
+    only_tasks="models of this task have no head",
     title="FedAvg of the base layers, with personal heads",
     paper="Arivazhagan et al., Federated Learning with Personalization Layers",
     headline="personal",

@@ -35,6 +35,8 @@ def passes(settings: FedRepSettings, training: TrainingSettings, rounds: int) ->
 
 SPEC = replace(
     fedper.SPEC,
+    needs_task="outputs",
+    only_tasks="models of this task have no head",
     title="FedPer whose clients train the head first, and then the extractor",
     paper="Collins et al., Exploiting Shared Representations for Personalized Federated Learning",
     settings=FedRepSettings,

@@ -42,6 +42,8 @@ class FmlSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
+    needs_task="outputs",
+    only_tasks="its distillation needs one vector of outputs for each sample",
     title="a private model and a small shared model, which teach each other",
     paper="Shen et al., Federated Mutual Learning",
     headline="personal",

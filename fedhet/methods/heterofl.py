@@ -60,7 +60,8 @@ SPEC = MethodSpec(
     headline="common",
     deployed=AVERAGED_MODEL,
     paper_model="the widest submodel (kind `server`); a client can only deploy its own submodel",
-    needs_task="loss",
+    needs_task="outputs",
+    only_tasks="models of this task have no narrower variants",
     # Evaluation omits the scaler, so a narrow model would predict numbers that are too small. This
     # does not affect predicted classes, which depend only on the order of the outputs.
     without_classes={"masked": (False,), "scaler": (False,)},

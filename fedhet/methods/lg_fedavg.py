@@ -33,6 +33,8 @@ class LgFedAvgSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
+    needs_task="outputs",
+    only_tasks="models of this task have no head",
     title="one head for all extractors, as a weighted average",
     paper="Liang et al., Think Locally, Act Globally",
     headline="personal",

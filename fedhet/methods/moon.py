@@ -40,6 +40,8 @@ class MoonSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
+    needs_task="outputs",
+    only_tasks="its contrastive loss needs one vector of features for each sample",
     # Replies depend on the client's previous model, which a malicious server may have spoiled.
     sums=SUM_OF_WEIGHTS,
     title="FedAvg with a contrastive loss between models",

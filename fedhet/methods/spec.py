@@ -205,7 +205,8 @@ class MethodSpec:
     """Kinds of the client's models whose predictions are averaged as the kind "ensemble"."""
     needs_task: str = CLASSES
     """Property that a task must have, as in `Task.properties`: "loss" if the method needs only the
-    loss and the divergence of a task, "classes", "likelihood", or the name of a task."""
+    loss of a task, "outputs" if it also needs one vector of outputs per sample, "classes",
+    "likelihood", or the name of a task."""
     only_tasks: str = "its losses and messages are defined only for classes"
     """Reason for `needs_task`, as shown to users."""
     with_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -29,7 +29,9 @@ from fedhet.models.adapted import (
     base_of,
     check_adapted,
     is_adapted,
+    is_causal,
     rank_of,
+    recompute_layers,
     without_rank,
 )
 from fedhet.models.base import (
@@ -69,14 +71,15 @@ from fedhet.models.user_model import (
     is_user_model,
     no_gradients,
 )
+from fedhet.base.metrics import CAUSAL_LM
 from fedhet.tasks import CLASSIFICATION, Task
 
 __all__ = [
     "DRAWN", "MODELS", "WITHOUT_GRADIENTS", "AllocationLimit", "Ensemble", "Evaluations",
     "HetModel", "LabelSpaceModel", "Refitted", "assign", "base_and_width", "base_digest", "base_of",
-    "build", "build_any", "check", "check_name", "describe", "evaluate_model", "evaluate_models",
-    "find", "group_norm_name", "is_adapted", "is_registered", "is_user_model", "load_weights",
-    "names", "narrow_name", "part_arrays", "part_names", "private_pool", "rank_of", "shapes",
+    "build", "build_any", "check", "check_name", "check_task", "describe", "evaluate_model", "evaluate_models",
+    "find", "group_norm_name", "is_adapted", "is_causal", "is_registered", "is_user_model", "load_weights",
+    "names", "narrow_name", "part_arrays", "part_names", "private_pool", "rank_of", "recompute_layers", "shapes",
     "to_arrays", "to_host_arrays", "without_rank",
 ]  # fmt: skip
 
@@ -234,6 +237,17 @@ def check_name(name: str) -> None:
             return
     if name not in WITHOUT_GRADIENTS:
         find(name)
+
+
+def check_task(name: str, task: Task) -> None:
+    """Check that the outputs of a model have the form that the task needs.
+
+    Raises ModelError if only one of the two is for causal language modeling.
+    """
+    needs_causal = CAUSAL_LM in task.properties
+    if needs_causal != is_causal(name):
+        expected = "causal-lora8:NAME" if needs_causal else "another model"
+        raise ModelError(f"model '{name}' with the task {task.name}: expected {expected}")
 
 
 def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) -> None:

@@ -1,4 +1,4 @@
-"""Foundation models with LoRA adapters for texts and images, e.g. `encoder-1-lora8:NAME`.
+"""Foundation models with LoRA adapters: `encoder-1-lora8:NAME` and `causal-lora8:NAME`.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models. NAME is a directory in
 $FEDHET_ENCODERS with `config.json` and `model.safetensors`, as saved by the library `transformers`.
@@ -9,6 +9,10 @@ to W, with B [P, r] and A [r, Q]. The scaling factor s is 2, or the number after
 The base model is frozen. It is neither sent nor saved, and a process keeps one copy per device and
 precision. Adapters are nested by rank: in a new model of rank 8, A equals the first 8 rows of A in
 a new model of rank 16.
+
+Encoders read texts or images, and have linear layers after their features. Causal language models
+(`causal-lora8:NAME`, for `data.task = causal-lm`) predict the next token of each token with the
+frozen head of the base model.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from fedhet.algorithms.adapters import factors_of
 from fedhet.base.errors import ModelError, describe_error, safe_repr
 from fedhet.base.seeding import torch_generator
 from fedhet.data.texts import configuration, encoder_directory, read_configuration
-from fedhet.kinds import IMAGE, Kind, Shape
+from fedhet.kinds import IMAGE, PADDING, Kind, Shape
 from fedhet.models.base import HetModel
 from fedhet.models.libraries import (
     TextEncoder,
@@ -44,6 +48,7 @@ from fedhet.models.libraries import (
     weight_files,
     with_layers,
 )
+from fedhet.models.sequences import token_mask, trim_padding
 
 SCALE = 2.0
 """Default scaling factor s. It is the same for all ranks, so that clients of different ranks scale
@@ -53,8 +58,12 @@ TARGETS = frozenset(
     {"query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "query_proj", "value_proj", "q", "v"}
 )
 """Names of the layers that get an adapter, i.e. the projections to queries and values."""
-_ADAPTED = re.compile(r"encoder-[1-5]-lora.*:")
-_NAME = re.compile(r"encoder-([1-5])-lora([1-9][0-9]{0,2})(?:-scale([0-9]+(?:\.[0-9]+)?))?:(.+)")
+FUSED_TARGETS = frozenset({"c_attn", "query_key_value", "qkv_proj", "Wqkv"})
+"""Names of the layers in causal language models that compute queries, keys, and values together."""
+_ADAPTED = re.compile(r"(?:encoder-[1-5]|causal)-lora.*:")
+_NAME = re.compile(
+    r"(?:encoder-([1-5])|causal)-lora([1-9][0-9]{0,2})(?:-scale([0-9]+(?:\.[0-9]+)?))?:(.+)"
+)
 _IGNORED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Entries in config.json that do not affect a model's outputs."""
 
@@ -64,7 +73,8 @@ class AdapterName:
     """Parsed name of a model with adapters."""
 
     layers: int
-    """Number of linear layers after the encoder, including the classifier."""
+    """Number of linear layers after the encoder, including the classifier; 0 = the model is a
+    causal language model, whose head belongs to the base model."""
     rank: int
     scale: float
     base: str
@@ -76,7 +86,17 @@ class AdapterName:
         found = _NAME.fullmatch(name)
         if found is None or not float(found[3] or SCALE):
             return None
-        return cls(int(found[1]), int(found[2]), float(found[3] or SCALE), found[4])
+        return cls(int(found[1] or 0), int(found[2]), float(found[3] or SCALE), found[4])
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is a causal language model."""
+        return self.layers == 0
+
+    @property
+    def family(self) -> str:
+        """First part of the name, such as `encoder-1` or `causal`."""
+        return f"encoder-{self.layers}" if self.layers else "causal"
 
 
 def is_adapted(name: str) -> bool:
@@ -99,7 +119,13 @@ def base_of(name: str) -> str:
 def without_rank(name: str) -> str:
     """Return a model's name without the rank. Models that differ only in rank share this name."""
     parts = AdapterName.parse(name)
-    return f"encoder-{parts.layers}-lora-scale{parts.scale:g}:{parts.base}" if parts else name
+    return f"{parts.family}-lora-scale{parts.scale:g}:{parts.base}" if parts else name
+
+
+def is_causal(name: str) -> bool:
+    """Return whether `name` is the name of a causal language model with adapters."""
+    parts = AdapterName.parse(name)
+    return parts is not None and parts.is_causal
 
 
 def check_adapted(name: str) -> None:
@@ -118,6 +144,11 @@ def assemble_adapted(
     model is unsuitable.
     """
     parts = _parsed(name)
+    if parts.is_causal:
+        if feature_dim is not None:
+            raise ModelError(f"model '{name}': a causal language model has no features")
+        texts = TokenReader(name, parts.base, shape, kind)
+        return HetModel(Adapted(parts, texts.width, texts.features), nn.Identity(), texts.width)
     network: Any = encoder_skeleton(encoder_directory(parts.base))
     reader: TextEncoder | ImageReader
     if network.main_input_name == "pixel_values":
@@ -126,6 +157,36 @@ def assemble_adapted(
         reader = TextEncoder(name, parts.base, shape, kind, frozen=True)
     encoder = Adapted(parts, reader.width, reader.features)
     return with_layers(encoder, reader.width, parts.layers, classes, feature_dim)
+
+
+class TokenReader(TextEncoder):
+    """Input and output of a causal language model: tokens [N, L] -> logits [N, L', V].
+
+    Trailing padding is removed, so that L' is the length of the longest text.
+    """
+
+    def __init__(self, model: str, base: str, shape: Shape, kind: Kind | None) -> None:
+        """Check that the base model is causal, and supports texts of this shape.
+
+        Raises ModelError otherwise.
+        """
+        super().__init__(model, base, shape, kind, frozen=True)
+        network: Any = encoder_skeleton(self.directory, causal=True)
+        if not self.is_causal:
+            raise ModelError(
+                f"model '{model}': {self.directory}/config.json: expected a causal language model, "
+                f"got {network.config.model_type}, whose tokens depend on later tokens"
+            )
+        self.width = network.get_output_embeddings().weight.shape[0]
+
+    def features(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Return the logits [N, L', V] of the token after each token."""
+        x = trim_padding(x)
+        ids = torch.where(x == PADDING, self.padding, x.where(x != self.zero, 0))
+        logits: Tensor = network(
+            input_ids=ids, attention_mask=token_mask(x).long(), use_cache=False
+        ).logits
+        return logits
 
 
 class ImageReader:
@@ -199,12 +260,16 @@ def _statistics(path: Path, given: dict[str, Any], key: str, channels: int) -> l
 
 
 class LoraLinear(nn.Module):
-    """Frozen linear layer with an adapter: x -> W x + b + s B A x."""
+    """Frozen linear layer with an adapter: x -> W x + b + s B A x.
 
-    def __init__(self, base_layer: nn.Linear, rank: int, scale: float, draws: torch.Generator):
+    The frozen layer is a `nn.Linear`, or a `Conv1D` of transformers, which stores W transposed.
+    """
+
+    def __init__(self, base_layer: nn.Module, rank: int, scale: float, draws: torch.Generator):
         super().__init__()
         self.base_layer, self.scale = base_layer, scale
-        columns, rows = base_layer.in_features, base_layer.out_features
+        weight: Any = base_layer.weight
+        rows, columns = weight.shape if isinstance(base_layer, nn.Linear) else weight.shape[::-1]
         with torch.device("meta"):  # Avoid draws from PyTorch's generator.
             self.lora_A = nn.Linear(columns, rank, bias=False)
             self.lora_B = nn.Linear(rank, rows, bias=False)
@@ -235,12 +300,16 @@ class Adapted(nn.Module):
         super().__init__()
         self.name, self._width, self._features = name, width, features
         self.folder = encoder_directory(name.base)
-        network = _share_frozen(encoder_skeleton(self.folder), ())
-        used = set(text_part(network).modules())  # A decoder does not affect the features.
+        self._recomputed: tuple[nn.Module, ...] = ()
+        """Layers that are computed again in the backward pass (see `recompute_layers`)."""
+        network = _share_frozen(encoder_skeleton(self.folder, causal=name.is_causal), ())
+        # A decoder after an encoder does not affect the features.
+        used = set((network if name.is_causal else text_part(network)).modules())
+        targets = TARGETS | FUSED_TARGETS if name.is_causal else TARGETS
         layers = {
             path: each
             for path, each in network.named_modules()
-            if isinstance(each, nn.Linear) and path.rpartition(".")[2] in TARGETS and each in used
+            if path.rpartition(".")[2] in targets and each in used and _is_linear(each)
         }
         for path, module in network.named_modules():
             # `nn.MultiheadAttention` reads the weights of its projections without calling the
@@ -252,7 +321,7 @@ class Adapted(nn.Module):
                     "such as BERT or ViT."
                 )
         if not layers:
-            *names, last = sorted(TARGETS)
+            *names, last = sorted(targets)
             raise ModelError(
                 f"base model {name.base!r}: expected a linear layer named {', '.join(names)}, or "
                 f"{last} to adapt, found none. Use another base model."
@@ -273,17 +342,21 @@ class Adapted(nn.Module):
         # Handle empty batches here, because transformers' attention does not support them. Skip
         # the check during export, because an exported program must not depend on the batch size.
         if not torch.compiler.is_exporting() and not len(x):
-            return x.new_zeros((0, self._width), dtype=torch.float32)
+            shape = (0, x.shape[1], self._width) if self.name.is_causal else (0, self._width)
+            return x.new_zeros(shape, dtype=torch.float32)
         dtype = next(self.parameters()).dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-        return self._features(self.network(x.device, dtype), x)
+        network = self.network(x.device, dtype)
+        for each in self._recomputed:
+            each.training = self.training  # Not its dropout, which stays in evaluation mode.
+        return self._features(network, x)
 
     def network(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Return the base model with its adapters, and with its frozen weights on `device`."""
         (network,) = self._hidden
         if self._bound != (device, dtype):
-            tensors = _base(self.folder, device, dtype)
+            tensors = _base(self.folder, device, dtype, causal=self.name.is_causal)
             for path, module in network.named_modules():
                 prefix = f"{path}.".replace(".base_layer.", ".") if path else ""
                 for own in (module._parameters, module._buffers):
@@ -292,6 +365,23 @@ class Adapted(nn.Module):
                             own[key] = found
             self._bound = device, dtype
         return network
+
+    def recompute_layers(self) -> None:
+        """Compute the base model's layers again in the backward pass (gradient checkpointing).
+
+        Training then needs less memory and more time, and has the same results. Raises ModelError
+        if the base model does not support it.
+        """
+        network: Any = self._hidden[0]
+        try:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise ModelError(
+                f"base model {self.name.base!r}: engine.gradient-checkpointing is not supported "
+                f"({describe_error(error)})"
+            ) from error
+        flagged = [each for each in network.modules() if hasattr(each, "gradient_checkpointing")]
+        self._recomputed = tuple(each for each in flagged if each is not network)
 
     def extra_repr(self) -> str:
         """Describe the base model, which is not a submodule."""
@@ -304,25 +394,58 @@ class Adapted(nn.Module):
         memo[id(self)] = copied
         own = {id(each) for each in self.parameters()}
         hidden = _share_frozen(network, own, memo)
-        rest = {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "_hidden"}
-        vars(copied).update(rest, _hidden=(hidden,))
+        rest = {k: v for k, v in vars(self).items() if k not in ("_hidden", "_recomputed")}
+        vars(copied).update(copy.deepcopy(rest, memo), _hidden=(hidden,), _recomputed=())
+        if self._recomputed:
+            copied.recompute_layers()
         return copied
+
+
+def describe_adapted(name: str) -> tuple[int, int, list[tuple[str, str, str]]]:
+    """Describe what of a model with adapters is trained, without reading its weights.
+
+    Linear layers after an encoder, whose number of outputs depends on the data, are not included.
+
+    Returns:
+        The number of parameters of the adapters, the number of parameters of the base model, and
+        the name of each adapted layer with the shapes and the number of parameters of its adapter.
+
+    Raises:
+        ModelError: If `name` is not the name of a model with adapters.
+    """
+    parts = _parsed(name)
+    adapted = Adapted(parts, 1, lambda network, x: x)
+    network: Any = encoder_skeleton(adapted.folder, causal=parts.is_causal)
+    rows = [
+        (path, f"B {list(b.shape)}, A {list(a.shape)}", f"{b.numel() + a.numel():,}")
+        for path, (b, a) in factors_of(adapted.state_dict()).items()
+    ]
+    trained = sum(each.numel() for each in adapted.parameters())
+    return trained, sum(each.numel() for each in network.parameters()), rows
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Enable gradient checkpointing in the base model of a model with adapters, if it has one."""
+    for each in model.modules():
+        if isinstance(each, Adapted):
+            each.recompute_layers()
 
 
 def merged_base(model: Adapted) -> nn.Module:
     """Return a copy of the base model in which each adapted layer has the weight W + s B A."""
-    network = load_encoder(model.folder)
+    network = load_encoder(model.folder, causal=model.name.is_causal)
     with torch.no_grad():
         for path, (b, a) in factors_of(model.state_dict()).items():
-            layer = network.get_submodule(path)
-            assert isinstance(layer, nn.Linear)
-            layer.weight += model.name.scale * (b.double() @ a.double()).to(layer.weight)
+            layer: Any = network.get_submodule(path)
+            change = model.name.scale * (b.double() @ a.double()).to(layer.weight)
+            layer.weight += change if isinstance(layer, nn.Linear) else change.T
     return network
 
 
 def peft_config(model: Adapted) -> dict[str, Any]:
     """Return the content of adapter_config.json, the configuration file of the PEFT library."""
     rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
+    layers: dict[str, Any] = dict(model._hidden[0].named_modules())
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": model.name.base,
@@ -331,6 +454,8 @@ def peft_config(model: Adapted) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "target_modules": paths,
         "bias": "none",
+        "fan_in_fan_out": not isinstance(layers[paths[0]].base_layer, nn.Linear),
+        "task_type": "CAUSAL_LM" if model.name.is_causal else None,
         "inference_mode": True,
     }
 
@@ -361,7 +486,7 @@ def _digest(stamps: tuple[tuple[str, int, int], ...], config: str) -> str:
 def _parsed(name: str) -> AdapterName:
     parts = AdapterName.parse(name)
     if parts is None:
-        example = "encoder-1-lora8:NAME or encoder-1-lora8-scale4:NAME, with a rank from 1 to 999"
+        example = "encoder-1-lora8:NAME or causal-lora8-scale4:NAME, with a rank from 1 to 999"
         raise ModelError(f"model '{name}': expected a name such as {example}")
     return parts
 
@@ -388,16 +513,23 @@ def _share_frozen(
     return copied
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of PyTorch or transformers (`Conv1D`)."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 @lru_cache(maxsize=4)
-def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _base(
+    folder: str, device: torch.device, dtype: torch.dtype, *, causal: bool
+) -> dict[str, Tensor]:
     """Return a base model's parameters and buffers on a device, without those of a decoder.
 
     In half precision, vectors stay in float32, because layer normalization on a CPU does not
     support half-precision vectors, and vectors need little memory.
     """
     with torch.inference_mode(False), torch.no_grad():
-        network = load_encoder(folder).requires_grad_(False)
-        part = text_part(network)
+        network = load_encoder(folder, causal=causal).requires_grad_(False)
+        part = network if causal else text_part(network)
         for each in chain(part.parameters(), part.buffers()):
             if each.is_floating_point():
                 wide = each.ndim < 2 and dtype.itemsize < 4

@@ -369,11 +369,12 @@ def weight_files(directory: str) -> list[Path]:
 
 
 @lru_cache(maxsize=8)
-def encoder_skeleton(directory: str) -> nn.Module:
+def encoder_skeleton(directory: str, *, causal: bool = False) -> nn.Module:
     """Return a pretrained model without weights, in evaluation mode.
 
-    Raises ModelError if config.json is invalid, a file of weights is damaged, or a weight has
-    another shape than config.json states.
+    With `causal`, the model is a causal language model with its head. Raises ModelError if
+    config.json is invalid, a file of weights is damaged, or a weight has another shape than
+    config.json states.
     """
     file = f"{directory}/config.json"
     transformers = transformers_library(f"encoder {Path(directory).name!r}", "encoders")
@@ -387,8 +388,9 @@ def encoder_skeleton(directory: str) -> nn.Module:
                 f"{file}: pad_token_id must be below vocab_size = {config.vocab_size}, or null if "
                 f"the model has no padding token, got {padding}"
             )
+        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         with torch.device("meta"):
-            network: nn.Module = transformers.AutoModel.from_config(config, trust_remote_code=False)
+            network: nn.Module = auto.from_config(config, trust_remote_code=False)
     except ModelError:
         raise
     except Exception as error:  # The library raises many exception types.
@@ -402,7 +404,7 @@ def encoder_skeleton(directory: str) -> nn.Module:
         except Exception as error:  # The library raises its own exceptions.
             raise ModelError(f"{path}: not a safetensors file ({error_text(error)})") from error
         for key, shape in stored.items():
-            name = key.removeprefix(f"{built.base_model_prefix}.")
+            name = key if causal else key.removeprefix(f"{built.base_model_prefix}.")
             _check_shape(directory, name, shape, expected.get(name, shape))
     return network.requires_grad_(False).eval()
 
@@ -415,11 +417,11 @@ def _check_shape(directory: str, name: str, stored: list[int], expected: list[in
         )
 
 
-def load_encoder(directory: str) -> nn.Module:
+def load_encoder(directory: str, *, causal: bool = False) -> nn.Module:
     """Read a pretrained model from safetensors, in float32 and in evaluation mode.
 
-    Code in the directory is not executed. Raises ModelError if a weight is missing or has another
-    shape than config.json states.
+    With `causal`, the model is a causal language model with its head. Code in the directory is not
+    executed. Raises ModelError if a weight is missing or has another shape than config.json states.
     """
     transformers = transformers_library(f"encoder {Path(directory).name!r}", "encoders")
     # Silence the library, because it would also report unused weights. Missing weights are checked
@@ -428,7 +430,8 @@ def load_encoder(directory: str) -> nn.Module:
     transformers.logging.set_verbosity_error()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            network, report = transformers.AutoModel.from_pretrained(
+            auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+            network, report = auto.from_pretrained(
                 directory,
                 local_files_only=True,
                 trust_remote_code=False,

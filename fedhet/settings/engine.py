@@ -59,6 +59,11 @@ class ComputeSettings(Schema):
         "faster for small networks on a GPU, after up to a minute of compilation per "
         "architecture",
     )
+    gradient_checkpointing: bool = machine_field(
+        False,
+        "causal language models: whether to compute the activations of each layer again in the "
+        "backward pass, which needs less memory and about a third more time",
+    )
     sample_mb: CountOrNone = machine_field(
         4096,
         "maximum size of the samples that a worker caches in GPU memory, in MB; limited to half "

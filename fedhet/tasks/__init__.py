@@ -27,12 +27,15 @@ from fedhet.base.arrays import Array
 from fedhet.base.errors import SettingsError, describe_error, nearest
 from fedhet.base.metrics import (
     ACCURACY,
+    CAUSAL_LM,
     COVERAGE,
     MACRO_AUC,
     METRICS,
     MULTI_LABEL,
+    PERPLEXITY,
     R2,
     RMSE,
+    TOKEN_ACCURACY,
     Predictions,
     measure,
 )
@@ -58,11 +61,13 @@ MAX_PREDICTION = 1e15
 """Maximum magnitude of predictions when scores are computed. NaN is replaced with this value."""
 NUM_STRATA = 10
 """Number of equally sized groups of samples that replace the classes if targets are numbers."""
-LOSS, CLASSES, LIKELIHOOD = "loss", "classes", "likelihood"
+LOSS, OUTPUTS, CLASSES, LIKELIHOOD = "loss", "outputs", "classes", "likelihood"
 """Properties of tasks on which methods rely (see `Task.properties`)."""
 QUANTILE = "quantile"
 LOSSES = ("squared", "huber", "absolute", QUANTILE)
 """Losses for regression, as in `data.loss`."""
+NOT_PREDICTED = -100
+"""Target of a token that is not predicted, such as a token of a prompt."""
 Index = npt.NDArray[np.int64]
 T = TypeVar("T", "Tensor", Array)
 
@@ -88,9 +93,10 @@ class Task(ABC):
     """Whether the softmax of a model's outputs is a distribution over classes."""
     has_likelihood: ClassVar[bool] = False
     """Whether the default loss is a negative log-likelihood of a sample, up to constants."""
-    targets: ClassVar[Literal["class", "numbers", "labels"]]
-    """Form of the targets: a class index [N] int64; K numbers [N, K] float32; or several labels
-    [N, L] float32, which are 1, 0, or NaN if the label is missing."""
+    targets: ClassVar[Literal["class", "numbers", "labels", "tokens"]]
+    """Form of the targets: a class index [N] int64; K numbers [N, K] float32; several labels [N, L]
+    float32, which are 1, 0, or NaN if the label is missing; or the next token of each token [N, L]
+    int64, which is NOT_PREDICTED if the token is not predicted."""
     rule: ClassVar[str] = "prediction = output"
     """Formula that converts a model's outputs to predictions, for model cards."""
 
@@ -101,6 +107,10 @@ class Task(ABC):
         if settings.loss != AUTO:
             raise invalid_setting("data.loss", settings.loss, AUTO, f"the task is {self.name}")
         return self
+
+    def default_pool(self, settings: DataSettings) -> tuple[str, ...]:
+        """Return the default pool of models, or () for the default of the samples' kind."""
+        return ()
 
     def outputs(self, targets: int) -> int:
         """Return the number C of a model's outputs for a number of classes or target columns."""
@@ -119,14 +129,16 @@ class Task(ABC):
     def properties(self) -> frozenset[str]:
         """Properties on which methods rely, as in `MethodSpec.needs_task`.
 
-        - `LOSS`: a loss and a divergence. All tasks have both.
+        - `LOSS`: a loss. All tasks have one.
+        - `OUTPUTS`: one vector of outputs per sample, and a divergence between such vectors.
         - `CLASSES`: one class per sample (`has_distribution`).
         - `LIKELIHOOD`: a loss that is a likelihood (`has_likelihood`).
         - The names of the task and of the tasks that it extends.
         """
         names = {getattr(base, "name", "") for base in type(self).__mro__} - {""}
-        known = {LOSS: True, CLASSES: self.has_distribution, LIKELIHOOD: self.has_likelihood}
-        return frozenset(names | {name for name, holds in known.items() if holds})
+        known = {CLASSES: self.has_distribution, LIKELIHOOD: self.has_likelihood}
+        held = {name for name, holds in known.items() if holds}
+        return frozenset(names | held | {LOSS, OUTPUTS})
 
     @classmethod
     def with_scale(cls, means: Sequence[float], deviations: Sequence[float]) -> Task:
@@ -141,6 +153,10 @@ class Task(ABC):
         return numbers.astype(np.float32)
 
     # Training and evaluation.
+
+    def for_sample_gradients(self) -> Task:
+        """Return the task with a loss that is a mean over samples, as DP-SGD requires."""
+        return self
 
     @abstractmethod
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
@@ -615,8 +631,128 @@ def _bounded(numbers: Tensor) -> Array:
     return bounded.clip(-MAX_PREDICTION, MAX_PREDICTION)
 
 
+@dataclass(frozen=True)
+class CausalLanguageModeling(Task):
+    """Prediction of the next token at each position of a text.
+
+    Targets [N, L] int64 are token ids of the model, aligned with the outputs: the target at
+    position t is token t + 1 of the text, or NOT_PREDICTED. A model's outputs [N, L', V] are
+    logits, where L' <= L because trailing padding is removed.
+    """
+
+    per_sample: bool = False
+    """Whether the loss of a batch is the mean over its texts of each text's mean loss, and not the
+    mean over all of its predicted tokens."""
+
+    name = CAUSAL_LM
+    targets = "tokens"
+    metrics = (PERPLEXITY, TOKEN_ACCURACY)
+    noun = "targets"
+    constant = ("unigram", "always predicting the frequencies of the tokens in the test set")
+    has_likelihood = True
+    rule = "probability of each next token = softmax(output)"
+
+    @property
+    def properties(self) -> frozenset[str]:
+        """Properties on which methods rely. A text has outputs for each token, not one vector."""
+        return super().properties - {OUTPUTS, LIKELIHOOD}
+
+    def default_pool(self, settings: DataSettings) -> tuple[str, ...]:
+        """Return the base model whose tokenizer the run uses, with adapters of rank 8."""
+        return (f"causal-lora8:{settings.tokenizer}",)
+
+    def for_sample_gradients(self) -> CausalLanguageModeling:
+        """Return the task whose loss gives each text the same weight.
+
+        A mean over the tokens of a batch would let the gradient of a text depend on the lengths of
+        the other texts.
+        """
+        return replace(self, per_sample=True)
+
+    def loss(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return the mean cross-entropy of the predicted tokens as the loss function.
+
+        The mean over a batch is the same as in transformers, unless `per_sample` is set. A batch or
+        a text without predicted tokens has the loss 0.
+        """
+
+        def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+            losses, predicted = self._by_token(outputs, targets)
+            if reduction == "mean" and not self.per_sample:
+                return losses.sum() / predicted.sum().clamp(min=1)
+            by_sample = losses.sum(1) / predicted.sum(1).clamp(min=1)
+            return by_sample.mean() if reduction == "mean" else by_sample
+
+        return loss_of
+
+    @staticmethod
+    def _by_token(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token [N, L'], 0 if it is not predicted, and the mask [N, L']."""
+        from torch.nn.functional import cross_entropy
+
+        targets = targets[:, : outputs.shape[1]]  # The remaining targets belong to padding.
+        losses = cross_entropy(
+            outputs.transpose(1, 2), targets, ignore_index=NOT_PREDICTED, reduction="none"
+        )
+        return losses, targets != NOT_PREDICTED
+
+    def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Raise NotImplementedError, because methods that need `OUTPUTS` do not support the task."""
+        raise NotImplementedError("causal-lm has no divergence between outputs of a sample")
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: Split,
+        compute: Compute,
+        metrics: Sequence[str],
+        probabilities: Callable[[Tensor], Tensor] | None = None,
+    ) -> Evaluation:
+        """Compute the mean loss of all predicted tokens, and `metrics`.
+
+        Without predicted tokens, or if an output is not finite, the result has no metrics.
+        """
+        import torch
+
+        from fedhet.learning.devices import evaluation_batch
+        from fedhet.learning.training import Evaluation, evaluating
+
+        truths, tops, likelihoods = [], [], []
+        with torch.inference_mode(), evaluating(model):
+            size = evaluation_batch(model, split.x, compute, smallest=1)
+            for start in range(0, len(split), size):
+                rows = slice(start, start + size)
+                targets = compute.to_device(split.y[rows])
+                with compute.autocast():
+                    outputs = model(compute.to_inputs(split.x[rows])).float()
+                losses, predicted = self._by_token(outputs, targets)
+                truths.append(targets[:, : outputs.shape[1]][predicted].cpu())
+                tops.append(outputs.argmax(2)[predicted].cpu())
+                likelihoods.append(losses[predicted].double().neg().cpu())
+        truth, logs = torch.cat(truths).numpy(), torch.cat(likelihoods)
+        if not len(truth):
+            return Evaluation(math.nan, math.nan)
+        loss = float(-logs.mean())
+        if not math.isfinite(loss):
+            return Evaluation(math.nan, loss)
+        # A single column: the probability of the token that follows.
+        likely = logs.exp().numpy()[:, None]
+        scores = measure(metrics, Predictions(truth, torch.cat(tops).numpy(), likely))
+        frequencies = np.unique(truth, return_counts=True)[1] / len(truth)
+        unigram = float(np.exp(-(frequencies * np.log(frequencies)).sum()))
+        return Evaluation(math.nan, loss, scores, unigram, len(split))
+
+    def decode(self, outputs: Tensor) -> Tensor:
+        """Return the probabilities [N, L, V] of the next tokens."""
+        return outputs.softmax(2)
+
+    def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
+        """Return a single group, because texts have no classes."""
+        return ("texts",), np.zeros(len(targets), np.int64)
+
+
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Classification, Regression, MultiLabel)
+    task.name: task for task in (Classification, Regression, MultiLabel, CausalLanguageModeling)
 }
 """The tasks of this package, by name."""
 CLASSIFICATION = Classification()

@@ -1,7 +1,8 @@
 """Sources of texts.
 
 - `text:PATH`: labeled texts. PATH is a file, a directory with train.csv and optionally test.csv, or
-  a directory of .txt files in the layout of `imagefolder:PATH`.
+  a directory of .txt files in the layout of `imagefolder:PATH`. For language modeling, the texts
+  need no labels (`fedhet.data.sources.language`).
 - `next-token:PATH`: windows of a text, labeled with the next token. PATH is a .txt file, or a
   directory with train.txt and optionally test.txt.
 """
@@ -19,6 +20,7 @@ from fedhet.data.dataset import Dataset, Format, Source, Split
 from fedhet.data.folders import Files, read_folder
 from fedhet.data.rows import TEXT_ENDINGS, Table, missing_column_error, read_bounded, read_table
 from fedhet.data.schemas import SCHEMA, declared_targets
+from fedhet.data.sources.language import read_plain_texts
 from fedhet.data.sources.tables import find_row_files
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.data.targets import infer_targets, read_targets
@@ -31,7 +33,7 @@ from fedhet.data.texts import (
     vocabulary_size,
 )
 from fedhet.kinds import TEXT, Shape
-from fedhet.tasks import CLASSIFICATION
+from fedhet.tasks import CLASSIFICATION, CausalLanguageModeling, find_task
 
 MAX_NEXT_TOKENS = 4096
 """Maximum number of tokens if each token is a class, because predictions have a score per class."""
@@ -42,6 +44,8 @@ def read_texts(location: str, spec: DataSpec) -> Dataset:
 
     `Dataset.groups` is set if `data.by` is set. Raises DataError if a file is invalid.
     """
+    if find_task(spec.task) is CausalLanguageModeling:
+        return read_plain_texts(location, spec)
     _, train, test = find_row_files(location, TEXT_ENDINGS)
     if train is None:
         return read_folder(location, spec, TEXTS)
