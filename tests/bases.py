@@ -51,3 +51,33 @@ def make_bases(root: Path, *, shift: float = 0.0) -> Path:
     bert.save_pretrained(root / "bert")
     vit.save_pretrained(root / "vit")
     return root
+
+
+def make_language_model(directory: Path, *, tied: bool = False, **config: object) -> Path:
+    """Save a random Llama and a byte-level tokenizer without a padding token."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate(["<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    wrapped.save_pretrained(directory)
+    torch.manual_seed(0)
+    network = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=WIDTH,
+            vocab_size=len(vocabulary),
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=0,
+        )
+    )
+    network.save_pretrained(directory, **config)
+    return directory

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import ModelError, SettingsError, UserModelError, nearest
+from fedhet.base.metrics import CAUSAL_LM
 from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, KINDS, Shape
@@ -71,16 +72,16 @@ from fedhet.models.user_model import (
     is_user_model,
     no_gradients,
 )
-from fedhet.base.metrics import CAUSAL_LM
 from fedhet.tasks import CLASSIFICATION, Task
 
 __all__ = [
     "DRAWN", "MODELS", "WITHOUT_GRADIENTS", "AllocationLimit", "Ensemble", "Evaluations",
     "HetModel", "LabelSpaceModel", "Refitted", "assign", "base_and_width", "base_digest", "base_of",
-    "build", "build_any", "check", "check_name", "check_task", "describe", "evaluate_model", "evaluate_models",
-    "find", "group_norm_name", "is_adapted", "is_causal", "is_registered", "is_user_model", "load_weights",
-    "names", "narrow_name", "part_arrays", "part_names", "private_pool", "rank_of", "recompute_layers", "shapes",
-    "to_arrays", "to_host_arrays", "without_rank",
+    "build", "build_any", "check", "check_name", "check_task", "describe", "evaluate_model",
+    "evaluate_models", "find", "group_norm_name", "is_adapted", "is_causal", "is_registered",
+    "is_user_model", "load_weights", "names", "narrow_name", "part_arrays", "part_names",
+    "private_pool", "rank_of", "recompute_layers", "shapes", "to_arrays", "to_host_arrays",
+    "without_rank",
 ]  # fmt: skip
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(

@@ -373,8 +373,11 @@ class Adapted(nn.Module):
         if the base model does not support it.
         """
         network: Any = self._hidden[0]
+        # The first name is that of transformers 5.
+        enable = getattr(network, "activation_checkpointing_enable", None)
+        enable = enable or network.gradient_checkpointing_enable
         try:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+            enable({"use_reentrant": False})
         except ValueError as error:
             raise ModelError(
                 f"base model {self.name.base!r}: engine.gradient-checkpointing is not supported "

@@ -273,7 +273,7 @@ class _RandomInputs:
         model = self.model
         hooks = _opacus().grad_sample.GradSampleHooks(model, strict=False, loss_reduction="sum")
         try:
-            logits = model(x)
+            logits = model(x).flatten(1)  # A language model has logits for each token.
             weights = torch.arange(1.0, logits.shape[1] + 1, dtype=self.dtype)
             # The log softmax of a single output, as in regression, is always 0 and has no gradient.
             losses = logits.log_softmax(1) if logits.shape[1] > 1 else logits.square()

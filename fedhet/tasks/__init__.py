@@ -697,7 +697,7 @@ class CausalLanguageModeling(Task):
         return losses, targets != NOT_PREDICTED
 
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Raise NotImplementedError, because methods that need `OUTPUTS` do not support the task."""
+        """Raise NotImplementedError, because the task lacks the property `OUTPUTS`."""
         raise NotImplementedError("causal-lm has no divergence between outputs of a sample")
 
     def evaluate(

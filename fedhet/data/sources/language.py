@@ -36,8 +36,8 @@ from fedhet.data.texts import (
 )
 from fedhet.data.words import encode_owners
 from fedhet.kinds import PADDING, TEXT
-from fedhet.tasks import NOT_PREDICTED, CausalLanguageModeling
 from fedhet.settings.schema import invalid_setting
+from fedhet.tasks import NOT_PREDICTED, CausalLanguageModeling
 
 LOG = logging.getLogger("fedhet")
 TARGETS = ("next token",)
