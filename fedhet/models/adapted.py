@@ -9,6 +9,9 @@ to W, with B [P, r] and A [r, Q]. The scaling factor s is 2, or the number after
 The base model is frozen. It is neither sent nor saved, and a process keeps one copy per device and
 precision. Adapters are nested by rank: in a new model of rank 8, A equals the first 8 rows of A in
 a new model of rank 16.
+
+A method may merge factors into the frozen weights, which become W + s B' A'. The factors B' and A'
+are part of the state dict, and a process keeps one copy of them and of each changed weight.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.adapters import factors_of
+from fedhet.algorithms import LORA_A, LORA_B, MERGED_A, MERGED_B
+from fedhet.algorithms.adapters import factors_of, renamed
 from fedhet.base.errors import ModelError, describe_error, safe_repr
 from fedhet.base.seeding import torch_generator
 from fedhet.data.texts import configuration, encoder_directory, read_configuration
@@ -208,9 +213,7 @@ class LoraLinear(nn.Module):
         with torch.device("meta"):  # Avoid draws from PyTorch's generator.
             self.lora_A = nn.Linear(columns, rank, bias=False)
             self.lora_B = nn.Linear(rank, rows, bias=False)
-        bound = columns**-0.5
-        drawn = [torch.empty(columns).uniform_(-bound, bound, generator=draws) for _ in range(rank)]
-        self.lora_A.weight = nn.Parameter(torch.stack(drawn))
+        self.lora_A.weight = nn.Parameter(draw_rows(rank, columns, draws))
         self.lora_B.weight = nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,6 +221,55 @@ class LoraLinear(nn.Module):
         change: Tensor = self.lora_B(self.lora_A(x))
         outputs: Tensor = self.base_layer(x)
         return outputs + change * self.scale
+
+
+def draw_rows(rank: int, columns: int, draws: torch.Generator) -> Tensor:
+    """Draw the factor A [r, Q] of a new adapter. The first rows do not depend on the rank."""
+    bound = columns**-0.5
+    rows = [torch.empty(columns).uniform_(-bound, bound, generator=draws) for _ in range(rank)]
+    return torch.stack(rows)
+
+
+class Merged:
+    """Factors B [P, R] and A [R, Q] that are merged into a frozen weight, which becomes W + s B A.
+
+    The factors are on the host. Models with equal factors share the object and the changed weight.
+    """
+
+    def __init__(self, b: Tensor, a: Tensor) -> None:
+        self.b, self.a = b, a
+        self._weights: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
+
+    @classmethod
+    def of(cls, model: Adapted, path: str, b: Tensor, a: Tensor) -> Merged:
+        """Return the shared object with these factors for a layer of a model."""
+        b, a = (each.detach().cpu().contiguous() for each in (b, a))
+        digest = hashlib.blake2b(repr((b.shape, a.shape)).encode())
+        for each in (b, a):
+            digest.update(each.numpy().data)
+        key = model.folder, model.name.scale, path, digest.digest()
+        return _MERGED.setdefault(key, cls(b, a))
+
+    def weight(self, base: Tensor, scale: float) -> nn.Parameter:
+        """Return the changed weight [P, Q], with the device and the precision of the base weight.
+
+        The product is computed in float64 from all factors. The result thus does not depend on the
+        rounds in which the factors were received.
+        """
+        key = base.device, base.dtype
+        if key not in self._weights:
+            with torch.inference_mode(False), torch.no_grad():
+                change = (scale * (self.b.double() @ self.a.double())).float().to(base.device)
+                changed = (base.float() + change).to(base.dtype)
+                self._weights[key] = nn.Parameter(changed, requires_grad=False)
+        return self._weights[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Merged:
+        """Share the object between copies of a model."""
+        return self
+
+
+_MERGED: WeakValueDictionary[tuple[str, float, str, bytes], Merged] = WeakValueDictionary()
 
 
 class Adapted(nn.Module):
@@ -267,6 +319,8 @@ class Adapted(nn.Module):
             _add_nested(self, f"{path}.lora_B", adapted.lora_B)
         self._hidden = (network,)  # A tuple prevents registration as a submodule.
         self._bound: tuple[torch.device, torch.dtype] | None = None
+        self.merged: dict[str, Merged] = {}
+        """Factors that are merged into the frozen weights, by path of the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D]. Under autocast, the base model has autocast's dtype."""
@@ -290,8 +344,45 @@ class Adapted(nn.Module):
                     for key in list(own):
                         if (found := tensors.get(prefix + key)) is not None:
                             own[key] = found
+            for path, each in self.merged.items():
+                layer: Any = network.get_submodule(path)
+                layer.base_layer.weight = each.weight(tensors[f"{path}.weight"], layer.scale)
             self._bound = device, dtype
         return network
+
+    def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return factors (B, A) of the change of each base weight: merged factors and adapter."""
+        found = factors_of(self.state_dict())
+        for path, each in self.merged.items():
+            b, a = found[path]
+            found[path] = torch.cat([each.b.to(b), b], 1), torch.cat([each.a.to(a), a])
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for path, each in self.merged.items():
+            destination |= {prefix + path + MERGED_B: each.b, prefix + path + MERGED_A: each.a}
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Replace the merged factors. A state dict without merged factors removes them."""
+        names = [k for k in state_dict if k.startswith(prefix) and k.endswith((MERGED_A, MERGED_B))]
+        given = {name.removeprefix(prefix): state_dict.pop(name) for name in names}
+        pairs = renamed(given, (MERGED_A, MERGED_B), (LORA_A, LORA_B))
+        self.merged, self._bound = {}, None
+        for path, (own_b, own_a) in factors_of(dict(self.named_parameters())).items():
+            b, a = pairs.pop(path + LORA_B, own_b[:, :0]), pairs.pop(path + LORA_A, own_a[:0])
+            rank = b.shape[-1] if b.ndim else 0
+            if b.shape != (len(own_b), rank) or a.shape != (rank, own_a.shape[1]):
+                errors.append(f"merged factors of {path}: shapes {list(b.shape)}, {list(a.shape)}")
+            elif rank:
+                self.merged[path] = Merged.of(self, path, b, a)
+        unexpected += [prefix + name for name in pairs]
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected, errors
+        )
 
     def extra_repr(self) -> str:
         """Describe the base model, which is not a submodule."""
@@ -313,7 +404,7 @@ def merged_base(model: Adapted) -> nn.Module:
     """Return a copy of the base model in which each adapted layer has the weight W + s B A."""
     network = load_encoder(model.folder)
     with torch.no_grad():
-        for path, (b, a) in factors_of(model.state_dict()).items():
+        for path, (b, a) in model.changes().items():
             layer = network.get_submodule(path)
             assert isinstance(layer, nn.Linear)
             layer.weight += model.name.scale * (b.double() @ a.double()).to(layer.weight)
@@ -322,7 +413,8 @@ def merged_base(model: Adapted) -> nn.Module:
 
 def peft_config(model: Adapted) -> dict[str, Any]:
     """Return the content of adapter_config.json, the configuration file of the PEFT library."""
-    rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
+    changes = model.changes()
+    rank, paths = max(a.shape[0] for _, a in changes.values()), sorted(changes)
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": model.name.base,
