@@ -158,9 +158,9 @@ def _write_directory(trained: TrainedClient, kind: str, form: str, path: Path) -
     if form == "peft":
         config, file = peft_config(encoder), "adapter_config.json"
         weights = {}
-        for path, (b, a) in encoder.changes().items():
-            path = f"base_model.model.{path}"
-            weights |= {path + LORA_A: a, path + LORA_B: b}
+        for layer, (b, a) in encoder.changes().items():
+            name = f"base_model.model.{layer}"
+            weights |= {name + LORA_A: a, name + LORA_B: b}
         weights_file = "adapter_model.safetensors"
     else:
         config, file = configuration(encoder.name.base), "config.json"

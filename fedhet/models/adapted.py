@@ -250,18 +250,19 @@ class Merged:
         key = model.folder, model.name.scale, path, digest.digest()
         return _MERGED.setdefault(key, cls(b, a))
 
-    def weight(self, base: Tensor, scale: float) -> nn.Parameter:
-        """Return the changed weight [P, Q], with the device and the precision of the base weight.
+    def weight(self, base: Tensor, scale: float, like: Tensor) -> nn.Parameter:
+        """Return the changed weight [P, Q], with the device and the dtype of `like`.
 
-        The product is computed in float64 from all factors. The result thus does not depend on the
-        rounds in which the factors were received.
+        The sum is computed in float64 from all factors, and rounded only once. It thus does not
+        depend on the rounds in which the factors were received, and small changes add up in half
+        precision.
         """
-        key = base.device, base.dtype
+        key = like.device, like.dtype
         if key not in self._weights:
             with torch.inference_mode(False), torch.no_grad():
-                change = (scale * (self.b.double() @ self.a.double())).float().to(base.device)
-                changed = (base.float() + change).to(base.dtype)
-                self._weights[key] = nn.Parameter(changed, requires_grad=False)
+                changed = base.double() + scale * (self.b.double() @ self.a.double())
+                moved = changed.to(like.dtype).to(like.device)
+                self._weights[key] = nn.Parameter(moved, requires_grad=False)
         return self._weights[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Merged:
@@ -346,7 +347,8 @@ class Adapted(nn.Module):
                             own[key] = found
             for path, each in self.merged.items():
                 layer: Any = network.get_submodule(path)
-                layer.base_layer.weight = each.weight(tensors[f"{path}.weight"], layer.scale)
+                base, like = _targets(self.folder)[path], tensors[f"{path}.weight"]
+                layer.base_layer.weight = each.weight(base, layer.scale, like)
             self._bound = device, dtype
         return network
 
@@ -501,3 +503,15 @@ def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Te
         network.named_buffers(remove_duplicate=False),
     )
     return {name: each for name, each in named if id(each) in used}
+
+
+@lru_cache(maxsize=4)
+def _targets(folder: str) -> dict[str, Tensor]:
+    """Return the unrounded weights of a base model's layers with adapters, on the host, by path."""
+    with torch.inference_mode(False):
+        network = load_encoder(folder)
+    return {
+        path: layer.weight.detach()
+        for path, layer in network.named_modules()
+        if isinstance(layer, nn.Linear) and path.rpartition(".")[2] in TARGETS
+    }
