@@ -124,5 +124,5 @@ class FedLoraClient(FedAvgClient):
                 weights[path + LORA_B] = np.zeros_like(b)
                 if round:
                     draws = self.generator(round, f"adapter {path}")
-                    weights[path + LORA_A] = draw_rows(*a.shape, draws).numpy()
+                    weights[path + LORA_A] = draw_rows(len(a), a.shape[1], draws).numpy()
         return Knowledge(grouped("weights", {**knowledge.group("weights"), **weights}))

@@ -157,7 +157,7 @@ def _write_directory(trained: TrainedClient, kind: str, form: str, path: Path) -
     head = {k: v for k, v in network.state_dict().items() if not k.startswith(prefix)}
     if form == "peft":
         config, file = peft_config(encoder), "adapter_config.json"
-        weights = {}
+        weights: dict[str, Tensor] = {}
         for layer, (b, a) in encoder.changes().items():
             name = f"base_model.model.{layer}"
             weights |= {name + LORA_A: a, name + LORA_B: b}

@@ -72,6 +72,11 @@ from fedhet.wire.knowledge import Knowledge
 
 RANKS = "ranks"
 """Checkpoint group that contains the clients' ranks."""
+UNCOMPARABLE = {
+    "sparsity": "a client could increase its weight with large adapters",
+    "flora": "adapters cannot be compared, because each client draws new adapters",
+}
+"""Rules that do not support robust averages, with the reason."""
 
 
 class FedLoraStrategy(HetStrategy):
@@ -96,20 +101,16 @@ class FedLoraStrategy(HetStrategy):
         if self.settings.prune and self.rule in ("freeze-a", *MERGING):
             raise invalid_setting("fedlora.prune", self.settings.prune, f"0 with {self.rule}")
         average, encoding = self.run.defense.average, self.run.wire.encoding
-        refused: dict[str, str] = {}
-        if self.rule == "sparsity" and average != "mean":
-            problem = "a client could increase its weight with large adapters"
-            refused[f"'defense.average' = {average}"] = problem
-        if self.rule == "flora" and average != "mean":
-            problem = "factors cannot be compared, because each client draws new adapters"
-            refused[f"'defense.average' = {average}"] = problem
-        if self.rule in MERGING and encoding != "float32":
+        setting = problem = ""
+        if average != "mean" and self.rule in UNCOMPARABLE:
+            setting, problem = f"'defense.average' = {average}", UNCOMPARABLE[self.rule]
+        elif encoding != "float32" and self.rule in MERGING:
+            setting = f"'wire.encoding' = {encoding}"
             problem = "the frozen weights of all clients must be equal"
-            refused[f"'wire.encoding' = {encoding}"] = problem
-        if self.rule in MERGING and self.run.privacy.is_on:
+        elif self.run.privacy.is_on and self.rule in MERGING:
+            setting = "'privacy.epsilon'"
             problem = "products of noisy factors amplify the noise in the frozen weights"
-            refused["'privacy.epsilon'"] = problem
-        for setting, problem in refused.items():
+        if problem:
             expected = f"another rule with {setting}"
             raise invalid_setting("fedlora.aggregation", self.rule, expected, problem)
         if not is_adapted(self.model):
