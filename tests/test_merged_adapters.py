@@ -17,9 +17,10 @@ from fedhet.algorithms.adapters import compacted, factors_of, residual, stacked
 from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.client_runtime.node import read_node
 from fedhet.data.texts import VARIABLE
-from fedhet.inference.client import open_client, open_server
+from fedhet.inference.client import TrainedClient, open_client, open_server
 from fedhet.inference.export import export
 from fedhet.methods.fedlora import SPEC, rank_in
+from fedhet.models import adapted
 from fedhet.models.adapted import Adapted, Merged
 from fedhet.server.round import Selection
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
@@ -342,8 +343,12 @@ def test_server_and_clients_predict_with_the_same_global_model(finished):
             assert torch.equal(networks[0](x), networks[1](x))
 
 
-def test_exported_program_contains_the_changed_weights(finished, tmp_path):
+def test_exported_program_contains_the_changed_weights(finished, tmp_path, monkeypatch):
+    """Export before any prediction, so that the export reads the frozen weights."""
     client = open_client(finished, "client-2")
+    monkeypatch.setattr(TrainedClient, "accuracy", lambda *_: {})
+    adapted._base.cache_clear()
+    adapted._targets.cache_clear()
     export(client, "pt2", tmp_path / "out.pt2")
     program = torch.export.load(tmp_path / "out.pt2").module()
     x = torch.rand(5, 1, 8, 8) * 2 - 1

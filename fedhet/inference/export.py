@@ -200,6 +200,7 @@ def _write_program(
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         with _quiet(), torch.no_grad():
+            exported(example)  # Load frozen weights before tracing, which would replace them.
             program = torch.export.export(exported, (example,), dynamic_shapes=(batch,))
             if form == "pt2":
                 with path.open("wb") as file:

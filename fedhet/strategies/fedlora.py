@@ -72,7 +72,7 @@ from fedhet.wire.knowledge import Knowledge
 
 RANKS = "ranks"
 """Checkpoint group that contains the clients' ranks."""
-UNCOMPARABLE = {
+INCOMPARABLE = {
     "sparsity": "a client could increase its weight with large adapters",
     "flora": "adapters cannot be compared, because each client draws new adapters",
 }
@@ -102,8 +102,8 @@ class FedLoraStrategy(HetStrategy):
             raise invalid_setting("fedlora.prune", self.settings.prune, f"0 with {self.rule}")
         average, encoding = self.run.defense.average, self.run.wire.encoding
         setting = problem = ""
-        if average != "mean" and self.rule in UNCOMPARABLE:
-            setting, problem = f"'defense.average' = {average}", UNCOMPARABLE[self.rule]
+        if average != "mean" and self.rule in INCOMPARABLE:
+            setting, problem = f"'defense.average' = {average}", INCOMPARABLE[self.rule]
         elif encoding != "float32" and self.rule in MERGING:
             setting = f"'wire.encoding' = {encoding}"
             problem = "the frozen weights of all clients must be equal"
