@@ -25,10 +25,12 @@ PrototypeDistance = Literal["euclidean", "mse"]
 """Distance between features and prototypes: "euclidean" compares the mean features of each class in
 a batch (`classwise.class_mean_distance`), and "mse" compares each sample's features
 (`classwise.class_feature_loss`)."""
-Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a"]
+Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a", "flora", "fedex"]
 """Aggregation rule for LoRA adapters with different ranks; see `adapters`."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of the factors A [r, Q] and B [P, r] of an adapter in a state dict."""
+MERGED_A, MERGED_B = ".merged_A", ".merged_B"
+"""Suffixes of the factors of a change that is merged into a frozen weight, in a state dict."""
 Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]
 """Part of a model to send.
 

@@ -9,6 +9,8 @@ all clients, so it cancels. All sums are computed in float64.
 - `product_average` implements FlexLoRA (Bai et al. 2024), with an SVD of the averaged products.
 - `level_average` implements raFLoRA (Wu et al. 2026), based on third-party code. It averages each
   rank level over the clients that have this level.
+- `stacked` implements FLoRA (Wang et al. 2024), and `residual` implements FedEx-LoRA (Singhal et
+  al. 2024). Their results are merged into the frozen weights.
 
 A rank level consists of a column of B and the corresponding row of A. Unlike in the papers, a rank
 level that no reply contains keeps its previous value, except in `product_average`: the average of
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 from fedhet.algorithms import LORA_A, LORA_B
 from fedhet.algorithms.local_models import LocalModel, Weights
 from fedhet.algorithms.weights import average_weights
-from fedhet.base.arrays import Array
+from fedhet.base.arrays import Array, Arrays
 
 Factors = tuple[Array, Array]
 """Factors B [P, r] and A [r, Q] of an adapter."""
@@ -97,6 +99,75 @@ def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Fa
         if not having:
             terms.append((before[0][:, level], before[1][level]))
     return truncated(terms, before)
+
+
+def stacked(parts: Sequence[tuple[Factors, float]]) -> Factors:
+    """Return the average of the products B_k A_k, as factors whose rank is the sum of the ranks.
+
+    B is [B_1, ..., B_K], and A contains the rows of p_1 A_1, ..., p_K A_K.
+    """
+    total = sum(weight for _, weight in parts)
+    b = np.concatenate([b for (b, _), _ in parts], axis=1)
+    scaled = [a.astype(np.float64) * (weight / total) for (_, a), weight in parts]
+    return b, np.concatenate(scaled).astype(b.dtype)
+
+
+def residual(parts: Sequence[tuple[Factors, float]], average: Factors) -> Factors:
+    """Return the average of the products B_k A_k minus the product of the `average` B A.
+
+    With the client j that has the lowest rank, the difference is the sum over all other clients of
+    p_k (B_k - B) (A_k - A_j), because the sum of p_k (B_k - B) is 0. Of the factors, padded with
+    zeros, only the first r_k rank levels contribute to the term of client k.
+    """
+    total = sum(weight for _, weight in parts)
+    reference = min(range(len(parts)), key=lambda k: parts[k][0][1].shape[0])
+    _, first = parts[reference][0]
+    lefts, rights = [average[0][:, :0]], [average[1][:0]]
+    for k, ((b, a), weight) in enumerate(parts):
+        if k != reference:
+            mean = average[0][:, : b.shape[1]].astype(np.float64)
+            lefts.append(((b - mean) * (weight / total)).astype(b.dtype))
+            rights.append(a - padded(first, a.shape))
+    return np.concatenate(lefts, axis=1), np.concatenate(rights)
+
+
+def compacted(factors: Arrays, rank: int) -> dict[str, Array]:
+    """Replace factors B [P, R] and A [R, Q] with factors of equal product and of a lower rank.
+
+    One of the new factors is the product, and the other is the identity matrix, padded with zeros
+    to `rank`, which must be at least min(P, Q) for all layers.
+    """
+    found: dict[str, Array] = {}
+    for path, (b, a) in factors_of(factors).items():
+        product = (b.astype(np.float64) @ a.astype(np.float64)).astype(b.dtype)
+        rows, columns = product.shape
+        left, right = np.eye(rows, dtype=b.dtype), product
+        if columns < rows:
+            left, right = product, np.eye(columns, dtype=b.dtype)
+        found[path + LORA_B] = padded(left, (rows, rank))
+        found[path + LORA_A] = padded(right, (rank, columns))
+    return found
+
+
+def levels(factors: Arrays, start: int, end: int | None = None) -> dict[str, Array]:
+    """Return the rank levels from `start` to `end` of all factors."""
+    level = slice(start, end)
+    return {
+        name: np.ascontiguousarray(value[:, level] if name.endswith(LORA_B) else value[level])
+        for name, value in factors.items()
+    }
+
+
+def renamed(
+    tensors: Mapping[str, Value], old: tuple[str, str], new: tuple[str, str]
+) -> dict[str, Value]:
+    """Return the tensors whose names end with a suffix in `old`, with the suffix in `new`."""
+    return {
+        name.removesuffix(before) + after: value
+        for name, value in tensors.items()
+        for before, after in zip(old, new, strict=True)
+        if name.endswith(before)
+    }
 
 
 def truncated(terms: Sequence[Factors], before: Factors) -> Factors:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedhet.algorithms import LORA_A, LORA_B
 from fedhet.base import __version__
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
@@ -152,12 +153,14 @@ def _write_directory(trained: TrainedClient, kind: str, form: str, path: Path) -
             f"{trained.record.client}: format {form} requires a model with adapters, such as "
             f"encoder-1-lora8:NAME, got '{trained.architecture(kind)}'"
         )
-    own = encoder.state_dict()
     prefix = next(name for name, each in network.named_modules() if each is encoder) + "."
     head = {k: v for k, v in network.state_dict().items() if not k.startswith(prefix)}
     if form == "peft":
         config, file = peft_config(encoder), "adapter_config.json"
-        weights = {f"base_model.model.{name}": value for name, value in own.items()}
+        weights: dict[str, Tensor] = {}
+        for layer, (b, a) in encoder.changes().items():
+            name = f"base_model.model.{layer}"
+            weights |= {name + LORA_A: a, name + LORA_B: b}
         weights_file = "adapter_model.safetensors"
     else:
         config, file = configuration(encoder.name.base), "config.json"
@@ -197,6 +200,7 @@ def _write_program(
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         with _quiet(), torch.no_grad():
+            exported(example)  # Load frozen weights before tracing, which would replace them.
             program = torch.export.export(exported, (example,), dynamic_shapes=(batch,))
             if form == "pt2":
                 with path.open("wb") as file:

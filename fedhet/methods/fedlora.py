@@ -13,8 +13,12 @@ from fedhet.methods.fedavg import FedAvgSettings, part_sizes
 from fedhet.methods.spec import AVERAGED_MODEL, DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import NonNegative
-from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, WeightsField
+from fedhet.wire.contract import MAX_MAGNITUDE, Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import DIGEST_BITS, digest_of
+
+MERGING: tuple[Aggregation, ...] = ("flora", "fedex")
+"""Rules that change the frozen weights. The clients of these rules keep all merged factors."""
 
 
 class FedLoraSettings(FedAvgSettings):
@@ -24,8 +28,10 @@ class FedLoraSettings(FedAvgSettings):
         "auto",
         description="aggregation of adapters: mean of zero-padded factors (average), mean of "
         "zero-padded factors weighted by the norms of updates (sparsity), SVD of averaged products "
-        "(svd), SVD of products averaged per rank level (rank-partition), or mean of B with a "
-        "constant A (freeze-a); auto = svd, or freeze-a in private runs",
+        "(svd), SVD of products averaged per rank level (rank-partition), mean of B with a "
+        "constant A (freeze-a), stack of all factors, merged into the frozen weights (flora), or "
+        "mean of zero-padded factors, with its error merged into the frozen weights (fedex); auto "
+        "= svd, or freeze-a in private runs",
     )
     prune: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -96,13 +102,44 @@ def with_rank(shapes: Shapes, rank: int) -> Shapes:
     return found
 
 
-def sent_sizes(settings: FedLoraSettings, client: ClientInfo, rule: Aggregation) -> Sizes:
-    """Return the axis sizes and the shapes of the tensors sent with an aggregation rule."""
+def merged_digest(factors: Arrays) -> int:
+    """Return a digest of merged factors, or 0 if their rank is 0."""
+    return digest_of(factors) if received_rank(factors) else 0
+
+
+def lora_sizes(settings: FedLoraSettings, client: ClientInfo) -> Sizes:
+    """Return the axis sizes, the tensor shapes of the model, and the largest merged factors.
+
+    The rank of merged factors is at most twice the largest rank of a change of a frozen weight.
+    """
     sizes = part_sizes(settings, client)
-    if rule != "freeze-a":
-        return sizes
-    sent = {n: each for n, each in sizes.models["weights"].items() if not n.endswith(LORA_A)}
-    return replace(sizes, models={"weights": sent})
+    if settings.aggregation not in MERGING:
+        return replace(sizes, unused=(*sizes.unused, "merged", "start", "base"))
+    weights = sizes.models["weights"]
+    adapters = {name: each for name, each in weights.items() if name.endswith((LORA_A, LORA_B))}
+    ranks = [
+        min(shape[0], adapters[name.removesuffix(LORA_B) + LORA_A][0][1])
+        for name, (shape, _) in adapters.items()
+        if name.endswith(LORA_B)
+    ]
+    merged = with_rank(adapters, 2 * max(ranks, default=0))
+    return replace(sizes, models={"weights": weights, "merged": merged})
+
+
+def sent_sizes(
+    settings: FedLoraSettings, client: ClientInfo, rule: Aggregation, *, reply: bool = False
+) -> Sizes:
+    """Return the axis sizes and the shapes of the tensors sent with an aggregation rule.
+
+    With `flora`, only replies contain adapters, because clients draw new adapters in each round.
+    """
+    sizes, unsent = lora_sizes(settings, client), tuple[str, ...]()
+    if rule == "freeze-a":
+        unsent = (LORA_A,)
+    elif rule == "flora" and not reply:
+        unsent = (LORA_A, LORA_B)
+    sent = {n: each for n, each in sizes.models["weights"].items() if not n.endswith(unsent)}
+    return replace(sizes, models={**sizes.models, "weights": sent})
 
 
 SPEC = MethodSpec(
@@ -114,13 +151,35 @@ SPEC = MethodSpec(
     needs_task="loss",
     late="kept",
     settings=FedLoraSettings,
-    sizes=part_sizes,
+    sizes=lora_sizes,
     kinds=("private", "global"),
     client_model="model",
     defenses=CHOOSING,
     metrics={"top_energy": "fraction of the adapters' energy within the smallest rank"},
-    instructions=Contract((AdapterField("weights", "averaged adapters with the client's rank"),)),
-    replies=Contract((AdapterField("weights", "adapters and head after training"),)),
+    instructions=Contract(
+        (
+            AdapterField("weights", "averaged adapters with the client's rank"),
+            AdapterField(
+                "merged", "factors merged into the frozen weights that the client lacks", False
+            ),
+            ScalarField("start", int, "rank of the merged factors that the client keeps", low=0),
+            ScalarField(
+                "base",
+                int,
+                "digest of the merged factors that the client keeps",
+                low=0,
+                high=2**DIGEST_BITS,
+            ),
+        )
+    ),
+    replies=Contract(
+        (
+            AdapterField("weights", "adapters and head after training"),
+            ScalarField(
+                "base", int, "digest of the client's merged factors", low=0, high=2**DIGEST_BITS
+            ),
+        )
+    ),
     privacy=DP_SGD,
     sums=Sums(unsupported="the server multiplies the adapters of each client"),
 )

@@ -29,6 +29,7 @@ from fedhet.models.adapted import (
     base_digest,
     base_of,
     check_adapted,
+    draw_rows,
     is_adapted,
     is_causal,
     rank_of,
@@ -77,11 +78,11 @@ from fedhet.tasks import CLASSIFICATION, Task
 __all__ = [
     "DRAWN", "MODELS", "WITHOUT_GRADIENTS", "AllocationLimit", "Ensemble", "Evaluations",
     "HetModel", "LabelSpaceModel", "Refitted", "assign", "base_and_width", "base_digest", "base_of",
-    "build", "build_any", "check", "check_name", "check_task", "describe", "evaluate_model",
-    "evaluate_models", "find", "group_norm_name", "is_adapted", "is_causal", "is_registered",
-    "is_user_model", "load_weights", "names", "narrow_name", "part_arrays", "part_names",
-    "private_pool", "rank_of", "recompute_layers", "shapes", "to_arrays", "to_host_arrays",
-    "without_rank",
+    "build", "build_any", "check", "check_name", "check_task", "describe", "draw_rows",
+    "evaluate_model", "evaluate_models", "find", "group_norm_name", "is_adapted", "is_causal",
+    "is_registered", "is_user_model", "load_weights", "names", "narrow_name", "part_arrays",
+    "part_names", "private_pool", "rank_of", "recompute_layers", "shapes", "to_arrays",
+    "to_host_arrays", "without_rank",
 ]  # fmt: skip
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(

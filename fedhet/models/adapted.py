@@ -13,6 +13,9 @@ a new model of rank 16.
 Encoders read texts or images, and have linear layers after their features. Causal language models
 (`causal-lora8:NAME`, for `data.task = causal-lm`) predict the next token of each token with the
 frozen head of the base model.
+
+A method may merge factors into the frozen weights, which become W + s B' A'. The factors B' and A'
+are part of the state dict, and a process keeps one copy of them and of each changed weight.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.adapters import factors_of
+from fedhet.algorithms import LORA_A, LORA_B, MERGED_A, MERGED_B
+from fedhet.algorithms.adapters import factors_of, renamed
 from fedhet.base.errors import ModelError, describe_error, safe_repr
 from fedhet.base.seeding import torch_generator
 from fedhet.data.texts import configuration, encoder_directory, read_configuration
@@ -273,9 +278,7 @@ class LoraLinear(nn.Module):
         with torch.device("meta"):  # Avoid draws from PyTorch's generator.
             self.lora_A = nn.Linear(columns, rank, bias=False)
             self.lora_B = nn.Linear(rank, rows, bias=False)
-        bound = columns**-0.5
-        drawn = [torch.empty(columns).uniform_(-bound, bound, generator=draws) for _ in range(rank)]
-        self.lora_A.weight = nn.Parameter(torch.stack(drawn))
+        self.lora_A.weight = nn.Parameter(draw_rows(rank, columns, draws))
         self.lora_B.weight = nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,6 +286,57 @@ class LoraLinear(nn.Module):
         change: Tensor = self.lora_B(self.lora_A(x))
         outputs: Tensor = self.base_layer(x)
         return outputs + change * self.scale
+
+
+def draw_rows(rank: int, columns: int, draws: torch.Generator) -> Tensor:
+    """Draw the factor A [r, Q] of a new adapter. The first rows do not depend on the rank."""
+    bound = columns**-0.5
+    rows = [torch.empty(columns).uniform_(-bound, bound, generator=draws) for _ in range(rank)]
+    return torch.stack(rows)
+
+
+class Merged:
+    """Factors B [P, R] and A [R, Q] that are merged into a frozen weight, which becomes W + s B A.
+
+    The factors are on the host. Models with equal factors share the object and the changed weight.
+    """
+
+    def __init__(self, b: Tensor, a: Tensor) -> None:
+        self.b, self.a = b, a
+        self._weights: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
+
+    @classmethod
+    def of(cls, model: Adapted, path: str, b: Tensor, a: Tensor) -> Merged:
+        """Return the shared object with these factors for a layer of a model."""
+        b, a = (each.detach().cpu().contiguous() for each in (b, a))
+        digest = hashlib.blake2b(repr((b.shape, a.shape)).encode())
+        for each in (b, a):
+            digest.update(each.numpy().data)
+        key = model.folder, model.name.scale, path, digest.digest()
+        return _MERGED.setdefault(key, cls(b, a))
+
+    def weight(self, base: Tensor, scale: float, like: Tensor, is_linear: bool) -> nn.Parameter:
+        """Return the changed weight, with the device and the dtype of `like`.
+
+        Its shape is [P, Q], or [Q, P] unless the layer is a `nn.Linear`. The sum is computed in float64 from all factors, and rounded only once. It thus does not
+        depend on the rounds in which the factors were received, and small changes add up in half
+        precision.
+        """
+        key = like.device, like.dtype
+        if key not in self._weights:
+            with torch.inference_mode(False), torch.no_grad():
+                change = scale * (self.b.double() @ self.a.double())
+                changed = base.double() + (change if is_linear else change.T)
+                moved = changed.to(like.dtype).to(like.device)
+                self._weights[key] = nn.Parameter(moved, requires_grad=False)
+        return self._weights[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Merged:
+        """Share the object between copies of a model."""
+        return self
+
+
+_MERGED: WeakValueDictionary[tuple[str, float, str, bytes], Merged] = WeakValueDictionary()
 
 
 class Adapted(nn.Module):
@@ -336,6 +390,8 @@ class Adapted(nn.Module):
             _add_nested(self, f"{path}.lora_B", adapted.lora_B)
         self._hidden = (network,)  # A tuple prevents registration as a submodule.
         self._bound: tuple[torch.device, torch.dtype] | None = None
+        self.merged: dict[str, Merged] = {}
+        """Factors that are merged into the frozen weights, by path of the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D]. Under autocast, the base model has autocast's dtype."""
@@ -363,6 +419,11 @@ class Adapted(nn.Module):
                     for key in list(own):
                         if (found := tensors.get(prefix + key)) is not None:
                             own[key] = found
+            for path, each in self.merged.items():
+                layer: Any = network.get_submodule(path)
+                base = _targets(self.folder, causal=self.name.is_causal)[path]
+                like, is_linear = tensors[f"{path}.weight"], isinstance(layer.base_layer, nn.Linear)
+                layer.base_layer.weight = each.weight(base, layer.scale, like, is_linear)
             self._bound = device, dtype
         return network
 
@@ -385,6 +446,40 @@ class Adapted(nn.Module):
             ) from error
         flagged = [each for each in network.modules() if hasattr(each, "gradient_checkpointing")]
         self._recomputed = tuple(each for each in flagged if each is not network)
+
+    def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return factors (B, A) of the change of each base weight: merged factors and adapter."""
+        found = factors_of(self.state_dict())
+        for path, each in self.merged.items():
+            b, a = found[path]
+            found[path] = torch.cat([each.b.to(b), b], 1), torch.cat([each.a.to(a), a])
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for path, each in self.merged.items():
+            destination |= {prefix + path + MERGED_B: each.b, prefix + path + MERGED_A: each.a}
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Replace the merged factors. A state dict without merged factors removes them."""
+        names = [k for k in state_dict if k.startswith(prefix) and k.endswith((MERGED_A, MERGED_B))]
+        given = {name.removeprefix(prefix): state_dict.pop(name) for name in names}
+        pairs = renamed(given, (MERGED_A, MERGED_B), (LORA_A, LORA_B))
+        self.merged, self._bound = {}, None
+        for path, (own_b, own_a) in factors_of(dict(self.named_parameters())).items():
+            b, a = pairs.pop(path + LORA_B, own_b[:, :0]), pairs.pop(path + LORA_A, own_a[:0])
+            rank = b.shape[-1] if b.ndim else 0
+            if b.shape != (len(own_b), rank) or a.shape != (rank, own_a.shape[1]):
+                errors.append(f"merged factors of {path}: shapes {list(b.shape)}, {list(a.shape)}")
+            elif rank:
+                self.merged[path] = Merged.of(self, path, b, a)
+        unexpected += [prefix + name for name in pairs]
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected, errors
+        )
 
     def extra_repr(self) -> str:
         """Describe the base model, which is not a submodule."""
@@ -438,7 +533,7 @@ def merged_base(model: Adapted) -> nn.Module:
     """Return a copy of the base model in which each adapted layer has the weight W + s B A."""
     network = load_encoder(model.folder, causal=model.name.is_causal)
     with torch.no_grad():
-        for path, (b, a) in factors_of(model.state_dict()).items():
+        for path, (b, a) in model.changes().items():
             layer: Any = network.get_submodule(path)
             change = model.name.scale * (b.double() @ a.double()).to(layer.weight)
             layer.weight += change if isinstance(layer, nn.Linear) else change.T
@@ -447,8 +542,8 @@ def merged_base(model: Adapted) -> nn.Module:
 
 def peft_config(model: Adapted) -> dict[str, Any]:
     """Return the content of adapter_config.json, the configuration file of the PEFT library."""
-    rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
-    layers: dict[str, Any] = dict(model._hidden[0].named_modules())
+    changes, layers = model.changes(), dict[str, Any](model._hidden[0].named_modules())
+    rank, paths = max(a.shape[0] for _, a in changes.values()), sorted(changes)
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": model.name.base,
@@ -544,3 +639,16 @@ def _base(
         network.named_buffers(remove_duplicate=False),
     )
     return {name: each for name, each in named if id(each) in used}
+
+
+@lru_cache(maxsize=4)
+def _targets(folder: str, *, causal: bool) -> dict[str, Tensor]:
+    """Return the unrounded weights of a base model's layers with adapters, on the host, by path."""
+    with torch.inference_mode(False):
+        network = load_encoder(folder, causal=causal)
+    layers: list[tuple[str, Any]] = [*network.named_modules()]
+    return {
+        path: layer.weight.detach()
+        for path, layer in layers
+        if path.rpartition(".")[2] in TARGETS | FUSED_TARGETS and _is_linear(layer)
+    }
