@@ -470,3 +470,28 @@ def test_target_layers_are_those_of_peft():
         assert set(TARGETS[name]) == {"q_proj", "v_proj"} <= SEPARATE, name
     fused = {"gpt2", "gpt_bigcode", "gpt_neox", "bloom", "falcon", "codegen", "mpt"}
     assert {target for name in fused for target in TARGETS[name]} == FUSED_TARGETS
+
+
+@pytest.mark.parametrize("rule", ["flora", "fedex"])
+@pytest.mark.parametrize("base", ["tiny", "gpt2"])
+def test_merging_rules_change_the_base_of_language_models(home, tmp_path, rule, base):
+    """After two rounds, the outputs equal those of the base with the literal sum of products."""
+    changes = {"models": [f"causal-lora{r}:{base}" for r in (2, 4)], "aggregation": rule}
+    config = federation(tmp_path, lr=0.02, **changes)
+    run(config, tmp_path / "out")
+    model = fedhet.load(tmp_path / "out").model("client-1", "global")
+    state = model.extractor.state_dict()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(home / base).eval()
+    paths = sorted({name.rpartition(".merged_")[0] for name in state if ".merged_" in name})
+    assert paths
+    with torch.no_grad():
+        for path in paths:
+            layer = reference.get_submodule(path)
+            change = sum(
+                2 * state[f"{path}.{kind}_B{end}"].double() @ state[f"{path}.{kind}_A{end}"].double()
+                for kind, end in (("merged", ""), ("lora", ".weight"))
+            ).float()
+            layer.weight += change.T if base == "gpt2" else change
+        x, _ = padded([[5, 6, 7, 8], [9, 10, 11, 12]])
+        expected = reference(input_ids=x[:, :4]).logits
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)

@@ -139,7 +139,9 @@ def sent_sizes(
     elif rule == "flora" and not reply:
         unsent = (LORA_A, LORA_B)
     sent = {n: each for n, each in sizes.models["weights"].items() if not n.endswith(unsent)}
-    return replace(sizes, models={**sizes.models, "weights": sent})
+    # Language models have no head, so that the instructions of `flora` contain no weights.
+    unused = sizes.unused if sent else (*sizes.unused, "weights")
+    return replace(sizes, models={**sizes.models, "weights": sent}, unused=unused)
 
 
 SPEC = MethodSpec(

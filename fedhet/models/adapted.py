@@ -315,18 +315,20 @@ class Merged:
         key = model.folder, model.name.scale, path, digest.digest()
         return _MERGED.setdefault(key, cls(b, a))
 
-    def weight(self, base: Tensor, scale: float, like: Tensor, is_linear: bool) -> nn.Parameter:
-        """Return the changed weight, with the device and the dtype of `like`.
+    def weight(
+        self, base: Tensor, scale: float, like: Tensor, *, transposed: bool = False
+    ) -> nn.Parameter:
+        """Return the changed weight [P, Q], with the device and the dtype of `like`.
 
-        Its shape is [P, Q], or [Q, P] unless the layer is a `nn.Linear`. The sum is computed in float64 from all factors, and rounded only once. It thus does not
-        depend on the rounds in which the factors were received, and small changes add up in half
-        precision.
+        If `transposed`, the layer stores the weight as [Q, P]. The sum is computed in float64 from
+        all factors, and rounded only once. It thus does not depend on the rounds in which the
+        factors were received, and small changes add up in half precision.
         """
         key = like.device, like.dtype
         if key not in self._weights:
             with torch.inference_mode(False), torch.no_grad():
                 change = scale * (self.b.double() @ self.a.double())
-                changed = base.double() + (change if is_linear else change.T)
+                changed = base.double() + (change.T if transposed else change)
                 moved = changed.to(like.dtype).to(like.device)
                 self._weights[key] = nn.Parameter(moved, requires_grad=False)
         return self._weights[key]
@@ -422,8 +424,13 @@ class Adapted(nn.Module):
             for path, each in self.merged.items():
                 layer: Any = network.get_submodule(path)
                 base = _targets(self.folder, causal=self.name.is_causal)[path]
-                like, is_linear = tensors[f"{path}.weight"], isinstance(layer.base_layer, nn.Linear)
-                layer.base_layer.weight = each.weight(base, layer.scale, like, is_linear)
+                like, transposed = (
+                    tensors[f"{path}.weight"],
+                    not isinstance(layer.base_layer, nn.Linear),
+                )
+                layer.base_layer.weight = each.weight(
+                    base, layer.scale, like, transposed=transposed
+                )
             self._bound = device, dtype
         return network
 
