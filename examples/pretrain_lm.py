@@ -1,4 +1,4 @@
-"""Pretrain a small causal language model and its tokenizer on half of a table of texts.
+"""Pretrain a small causal language model and its tokenizer on half of the topics of a table.
 
     python examples/pretrain_lm.py data/ag_news.csv data/ag_news-by-topic bases/news
 
@@ -6,9 +6,9 @@ The first argument is a CSV file without a header, whose columns are a topic and
 texts, such as train.csv or test.csv of AG News. The script writes two directories:
 
 - The second argument contains train.csv and test.csv for the federation, with the columns topic and
-  text. They have every second row of the first argument; one row in ten is in test.csv.
-- The third argument is the base model, a Llama with four layers. It is trained on the other rows.
-  FEDHET_ENCODERS=bases makes it available as causal-lora8:news.
+  text. They have every third row of the first argument; one of ten of these rows is in test.csv.
+- The third argument is the base model, a Llama with four layers. It is trained on the other rows of
+  the first half of the topics. FEDHET_ENCODERS=bases makes it available as causal-lora8:news.
 """
 
 import csv
@@ -55,11 +55,13 @@ def train_tokenizer(texts):
 
 def main(source, federation, base):
     rows = rows_of(source)
-    ours, theirs = rows[::2], rows[1::2]
-    write([row for number, row in enumerate(theirs) if number % 10], federation / "train.csv")
-    write(theirs[::10], federation / "test.csv")
+    topics = sorted({topic for topic, _ in rows})
+    federated = rows[::3]
+    write([row for number, row in enumerate(federated) if number % 10], federation / "train.csv")
+    write(federated[::10], federation / "test.csv")
 
-    texts = [text for _, text in ours]
+    known = topics[: len(topics) // 2]
+    texts = [text for place, (topic, text) in enumerate(rows) if place % 3 and topic in known]
     tokenizer = train_tokenizer(texts)
     tokens = [token for text in texts for token in [*tokenizer(text).input_ids, 0]]
     windows = torch.tensor(tokens[: len(tokens) // WINDOW * WINDOW]).view(-1, WINDOW)

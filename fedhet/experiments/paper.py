@@ -337,9 +337,12 @@ def collect(plan: Plan) -> Results:
     """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     cells = {}
     for cell in plan.cells:
-        is_amount = cell.metric.startswith(AMOUNTS)
-        unit = 100.0 if plan.table.unit == "percent" and not is_amount else 1.0
         finished = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
+        # A score such as the perplexity has no binomial error.
+        scores = {finished_run(path).headline_metric for path in finished.values()}
+        is_fraction = all(metric_of(name).is_fraction for name in scores)
+        is_amount = cell.metric.startswith(AMOUNTS) or not is_fraction
+        unit = 100.0 if plan.table.unit == "percent" and not is_amount else 1.0
         values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
         series = pd.Series(values, dtype=float).dropna() * unit
         samples: int | Literal["unknown"] | None = None
