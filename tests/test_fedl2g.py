@@ -273,8 +273,11 @@ def test_rounds_equal_the_algorithm(tmp_path, guide):
     """Three rounds with half of the clients: models, replies, and guiding vectors."""
     rate = {"logits": 0.1, "features": 100.0}[guide]
     config = fedl2g(
-        clients=4, fraction=0.5, max_samples=240, rounds=3, alpha=1.0,
-        **{"fedl2g.guide": guide, "fedl2g.feature-dim": 8, "fedl2g.study-samples": 1000},
+        clients=4, fraction=0.5, max_samples=120, rounds=3, alpha=1.0,
+        **{
+            "fedl2g.guide": guide, "fedl2g.feature-dim": 8, "fedl2g.study-samples": 1000,
+            "fedl2g.study-lr": 0.3,
+        },
     )  # fmt: skip
     server, vectors, models = Server(config, tmp_path), None, {}
     for round in range(1, 4):
@@ -290,7 +293,7 @@ def test_rounds_equal_the_algorithm(tmp_path, guide):
             start = models.get(proxy.name) or client.build_model(client.settings.width)
             model = descend(start, lambda m, s=study, v=vectors: literal_loss(m, *s, v, guide))
             models[proxy.name] = model
-            gradient = literal_gradient(model, study, quiz, vectors, guide, 0.1)
+            gradient = literal_gradient(model, study, quiz, vectors, guide, 0.3)
             expected[proxy.name] = model, gradient, sorted({*study[1].tolist()})
         replies = server.train(instructions)
         for proxy, result in replies:

@@ -52,15 +52,14 @@ class FedL2gClient(HetClient):
         objective = GuidedObjective(model, self.own_classes, vectors, self.settings.guide)
         if round > self.settings.warm_up_rounds:
             optimizing = self.optimization(model.parameters())
-            batches = self.generator(round, "batches")
-            self.train_own(objective, self.private, optimizing, batches)
+            generator = self.generator(round, "batches")
+            self.train_own(objective, self.private, optimizing, generator)
 
         order = torch.randperm(len(self._study), generator=self.generator(round, "study"))
         chosen = order[: max(2, self.settings.study_samples)]
         study = Split(*(rows_of(values, chosen) for values in self.training_set()))
-        lr = self.training.lr * self.recipe.rate_factor(self.training)
-        quiz = self._inputs(self._quiz)
-        gradient = guiding_gradient(objective.train(), self._inputs(study), quiz, lr)
+        batches = self._inputs(study), self._inputs(self._quiz)
+        gradient = guiding_gradient(objective.train(), *batches, self.settings.study_lr)
         classes = study.y.unique().cpu()
         rows = gradient.cpu()[classes].float()
         return Knowledge({"classes": classes.numpy(), "gradients": rows.numpy()})

@@ -34,7 +34,10 @@ class FedL2gSettings(MethodSettings):
         "least 2; at most a fifth of its samples",
     )
     study_samples: Count = Field(
-        10, description="number of samples drawn in each round for the step before the quiz"
+        10, description="number of samples for the step before the quiz, drawn in each round"
+    )
+    study_lr: Positive = Field(
+        0.01, description="learning rate of the step before the quiz (gradient descent)"
     )
     server_lr: Literal["auto"] | Positive = Field(
         "auto",
