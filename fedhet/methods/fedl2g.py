@@ -79,7 +79,7 @@ def check_derivatives(settings: FedL2gSettings, client: ClientInfo) -> None:
 
 
 SPEC = MethodSpec(
-    title="guiding vectors, trained so that guided clients pass a quiz on held-out samples",
+    title="vectors that guide each class's logits or features, trained on held-out samples",
     paper="Zhang et al., FedL2G: Learning to Guide Local Training in Heterogeneous FL",
     headline="personal",
     paper_model="each client's model",
