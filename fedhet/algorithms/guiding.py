@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedhet.algorithms import Guide
-from fedhet.learning.training import AllOutputs
-from fedhet.models.base import HetModel
+from fedhet.learning.training import LabelSpace
 
 VECTORS = "vectors"
 """Name of the buffer with the guiding vectors in `GuidedObjective`."""
@@ -31,18 +30,18 @@ class GuidedObjective(nn.Module):
     """Module that computes the local loss: cross-entropy plus the guiding loss.
 
     The guiding loss is the mean squared difference between a sample's logits or features and the
-    guiding vector of its class.
+    guiding vector of its class. Both losses cover only the logits of the client's label space.
     """
 
     vectors: Tensor
 
     def __init__(
-        self, model: HetModel, own_classes: nn.Module, vectors: Tensor, guide: Guide
+        self, model: nn.Sequential, own_classes: LabelSpace, vectors: Tensor, guide: Guide
     ) -> None:
         """Create the objective.
 
         Args:
-            model: Model to train.
+            model: Model to train, with an extractor and a classifier.
             own_classes: Module that restricts logits and labels to the client's label space.
             vectors: Guiding vectors of shape [C, W].
             guide: Output of the model that the vectors guide.
@@ -53,17 +52,16 @@ class GuidedObjective(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, guided: bool = True) -> Tensor:
         """Return the loss of a batch, or the cross-entropy alone if `guided` is not set."""
-        features, logits = self.model.features_and_logits(x)
-        loss = F.cross_entropy(*self._restricted(logits, y))
+        extractor, classifier = self.model
+        features = extractor(x)
+        logits, labels = self.own_classes(classifier(features), y)
+        loss = F.cross_entropy(logits.float(), labels)
         if not guided:
             return loss
-        outputs = logits if self.guide == "logits" else features
-        return loss + F.mse_loss(outputs.float(), self.vectors[y])
-
-    def _restricted(self, logits: Tensor, y: Tensor) -> Batch:
-        """Return the logits and labels of the client's label space."""
-        logits, labels = self.own_classes(logits, y)
-        return logits.float(), labels
+        targets = self.vectors[y]
+        if self.guide == "logits":
+            return loss + F.mse_loss(logits.float(), self.own_classes.columns(targets))
+        return loss + F.mse_loss(features.float(), targets)
 
 
 def guiding_gradient(objective: GuidedObjective, study: Batch, quiz: Batch, lr: float) -> Tensor:
@@ -112,7 +110,7 @@ def _twice_differentiable(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def lacks_second_derivatives(model: HetModel, x: Tensor) -> bool:
+def lacks_second_derivatives(model: nn.Sequential, x: Tensor) -> bool:
     """Return whether a layer of a model has no second derivatives.
 
     PyTorch does not implement them for every layer, e.g. not for the hard sigmoid.
@@ -121,10 +119,10 @@ def lacks_second_derivatives(model: HetModel, x: Tensor) -> bool:
         model: Model in training mode.
         x: Inputs of shape [N, ...], with N at least 2.
     """
-    y = torch.zeros(len(x), dtype=torch.long, device=x.device)
-    classes = model.features_and_logits(x)[1].shape[1]
-    vectors = torch.zeros(classes, classes, device=x.device)
-    objective = GuidedObjective(model, AllOutputs(y), vectors, "logits")
+    y = torch.zeros(len(x), dtype=torch.long)
+    classes = model(x).shape[1]
+    space = LabelSpace(torch.arange(classes))
+    objective = GuidedObjective(model, space, torch.zeros(classes, classes), "logits")
     try:
         guiding_gradient(objective, (x, y), (x, y), lr=0.0)
     except RuntimeError as error:

@@ -60,7 +60,7 @@ class FedL2gClient(HetClient):
         study = Split(*(rows_of(values, chosen) for values in self.training_set()))
         batches = self._inputs(study), self._inputs(self._quiz)
         gradient = guiding_gradient(objective.train(), *batches, self.settings.study_lr)
-        classes = study.y.unique().cpu()
+        classes = torch.unique(study.y).cpu()
         rows = gradient.cpu()[classes].float()
         return Knowledge({"classes": classes.numpy(), "gradients": rows.numpy()})
 
