@@ -53,6 +53,7 @@ RELATED = {
     "fedgkt": "fedgems",
     "fedhe": "fd",
     "fedkd": "fml",
+    "fedl2g": "fedproto",
     "fedmd": "ds-fl",
     "fedmrl": "fml",
     "fedper": "fedavg",

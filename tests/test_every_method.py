@@ -155,6 +155,9 @@ LEARNS = [
     ("fd", {**SKEWED, "models": "mlp"}, {"personal/private": 0.7}),
     ("fedtgp", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
     ("fedgh", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
+    ("fedl2g", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
+    ("fedl2g", {**SKEWED, "models": ["mlp", "cnn2"], "fedl2g.guide": "features"},
+     {"personal/private": 0.7}),
     # More than a client alone, which knows 0.49 of the common test set here.
     ("fedmd", PUBLIC, {"common/private": 0.6}),
     ("ds-fl", {**PUBLIC, "ds-fl.server-model": "mlp"},

@@ -25,6 +25,8 @@ PrototypeDistance = Literal["euclidean", "mse"]
 """Distance between features and prototypes: "euclidean" compares the mean features of each class in
 a batch (`classwise.class_mean_distance`), and "mse" compares each sample's features
 (`classwise.class_feature_loss`)."""
+Guide = Literal["logits", "features"]
+"""Output of a model that FedL2G's vectors guide; see `guiding`."""
 Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a", "flora", "fedex"]
 """Aggregation rule for LoRA adapters with different ranks; see `adapters`."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
