@@ -487,10 +487,9 @@ def test_merging_rules_change_the_base_of_language_models(home, tmp_path, rule, 
     with torch.no_grad():
         for path in paths:
             layer = reference.get_submodule(path)
-            change = sum(
-                2 * state[f"{path}.{kind}_B{end}"].double() @ state[f"{path}.{kind}_A{end}"].double()
-                for kind, end in (("merged", ""), ("lora", ".weight"))
-            ).float()
+            names = [f"{path}.{kind}" for kind in ("merged_{}", "lora_{}.weight")]
+            factors = [[state[name.format(f)].double() for f in "BA"] for name in names]
+            change = sum(2 * b @ a for b, a in factors).float()
             layer.weight += change.T if base == "gpt2" else change
         x, _ = padded([[5, 6, 7, 8], [9, 10, 11, 12]])
         expected = reference(input_ids=x[:, :4]).logits
