@@ -401,7 +401,7 @@ def tables_of(word: str) -> list[str]:
     """
     known = table_names()
     found = [name for name in known if word == "all" or f"{name}-".startswith(f"{word}-")]
-    if not found and word.isalpha():
+    if not found and word.replace("-", "").isalpha():
         found = [name for name in known if f"-{word}-" in f"{name}-"]
     if not found:
         raise SettingsError(unknown_name("table", word, known, "`fedhet table` lists all"))
