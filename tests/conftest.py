@@ -157,7 +157,7 @@ def steady_adam(monkeypatch):
 @pytest.fixture
 def encoders(tmp_path, monkeypatch):
     """A directory of encoders with only the files that the check of settings reads."""
-    for name in ("distilbert", "unilm", "unilm-4", "minilm", "vit-cifar5"):
+    for name in ("distilbert", "unilm", "unilm-4", "minilm", "vit-cifar5", "news"):
         folder = tmp_path / "encoders" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text('{"vocab_size": 30522}')
