@@ -13,6 +13,9 @@ from fedhet.inference.client import TrainedClient
 from fedhet.models.adapted import Adapted, merged_base
 
 INSTRUCTIONS = "instructions"
+"""Name of the data source whose prompts are messages of a user."""
+MAX_TOKENS = 2**20
+"""Maximum number of tokens if the base model states none."""
 
 
 def generate(
@@ -56,7 +59,9 @@ def generate(
         text = chat_prompt(tokenizer, prompt)
     language_model: Any = merged_base(adapted)
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=text == prompt)
-    count, limit = inputs["input_ids"].shape[1], language_model.config.max_position_embeddings
+    count = inputs["input_ids"].shape[1]
+    # Models with relative positions, such as BLOOM, state no limit.
+    limit = getattr(language_model.config, "max_position_embeddings", None) or MAX_TOKENS
     if not 0 < count < limit:
         raise ModelError(f"prompt: expected 1 to {limit - 1} tokens, got {count}")
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
