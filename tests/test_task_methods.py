@@ -826,12 +826,14 @@ def test_settings_for_classes_raise(table, setting, value, expected):
 def test_method_is_shown_with_its_tasks():
     shown = {name: tasks(find_method(name)) for name in ("fedavg", "fml", "cofed", "ds-fl")}
     assert shown["fedavg"] == "Tasks (`data.task`): all."
-    assert shown["fml"] == shown["fedavg"]
+    able = "Tasks (`data.task`): classification, regression, multi-label; no other task, because "
+    assert shown["fml"] == f"{able}its distillation needs one vector of outputs for each sample."
     assert shown["cofed"] == (
         "Tasks (`data.task`): classification; no other task, because its clients vote on classes."
     )
     required = "require ds-fl.loss=mse or mae, ds-fl.aggregation=sa, ds-fl.temperature=0.1"
-    assert shown["ds-fl"].endswith(f"all; tasks without classes {required}.")
+    assert shown["ds-fl"].startswith(able)
+    assert shown["ds-fl"].endswith(f"; tasks without classes {required}.")
 
 
 def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):

@@ -13,9 +13,15 @@ from fedhet.methods.fedavg import FedAvgSettings, part_sizes
 from fedhet.methods.spec import AVERAGED_MODEL, DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import NonNegative
-from fedhet.wire.contract import MAX_MAGNITUDE, Contract, ScalarField, Sizes, WeightsField
+from fedhet.wire.contract import (
+    DIGEST_BITS,
+    MAX_MAGNITUDE,
+    Contract,
+    ScalarField,
+    Sizes,
+    WeightsField,
+)
 from fedhet.wire.identity import ClientInfo
-from fedhet.wire.knowledge import DIGEST_BITS, digest_of
 
 MERGING: tuple[Aggregation, ...] = ("flora", "fedex")
 """Rules that change the frozen weights. The clients of these rules keep all merged factors."""
@@ -104,6 +110,8 @@ def with_rank(shapes: Shapes, rank: int) -> Shapes:
 
 def merged_digest(factors: Arrays) -> int:
     """Return a digest of merged factors, or 0 if their rank is 0."""
+    from fedhet.wire.knowledge import digest_of  # Imports PyTorch.
+
     return digest_of(factors) if received_rank(factors) else 0
 
 

@@ -23,6 +23,8 @@ MAX_MAGNITUDE = 1e12
 Weights and logits are far smaller. With this limit, sums of squares over a million clients are
 finite in float32, and sums of integers fit into int64.
 """
+DIGEST_BITS = 59
+"""Number of bits in a digest of weights, so that it has at most 18 decimal digits."""
 VARIANCES = "running_var"
 """Name of the variances of batch normalization in a state dict."""
 SUM_TOLERANCE = 1e-3

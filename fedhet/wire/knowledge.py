@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.base.arrays import Array, Arrays, OnDemand, group_of
 from fedhet.base.errors import KnowledgeError
-from fedhet.wire.contract import Contract, unknown_field
+from fedhet.wire.contract import DIGEST_BITS, Contract, unknown_field
 from fedhet.wire.encodings import ENCODINGS, Encoded, EncodingError, to_half
 from fedhet.wire.identity import is_name
 
@@ -41,8 +41,6 @@ DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 )
 MAX_RANK = 8
-DIGEST_BITS = 59
-"""Number of bits in a digest of weights, so that it has at most 18 decimal digits."""
 SCHEMA_VERSION = 2
 """Schema version of messages with encoded tensors."""
 PLAIN_VERSION = 1
