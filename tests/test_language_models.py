@@ -23,7 +23,7 @@ from fedhet.data.texts import VARIABLE
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import batches, optimization_for
 from fedhet.methods.registry import all_methods
-from fedhet.models.adapted import describe_adapted, recompute_layers
+from fedhet.models.adapted import describe_adapted, merged_base, recompute_layers
 from fedhet.privacy import sgd
 from fedhet.settings.run import TrainingSettings
 from fedhet.tasks import NOT_PREDICTED, CausalLanguageModeling
@@ -494,3 +494,5 @@ def test_merging_rules_change_the_base_of_language_models(home, tmp_path, rule, 
         x, _ = padded([[5, 6, 7, 8], [9, 10, 11, 12]])
         expected = reference(input_ids=x[:, :4]).logits
         torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
+        merged = merged_base(model.extractor)(input_ids=x[:, :4]).logits
+        torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-4)
