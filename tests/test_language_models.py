@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from bases import make_language_model
-from federation import records, run, small
+from federation import Server, records, run, small
+from rounds import clients
 
 import fedhet
 from fedhet import models
@@ -271,15 +272,31 @@ def test_perplexity_and_accuracy_of_tokens():
 
 def test_checkpointing_has_the_same_gradients():
     x, y = padded([[5, 6, 7, 8], [9, 10, 11]])
-    found = []
+    gradients = []
     for recomputes in (False, True):
         model = trained(models.build("causal-lora4:tiny", SHAPE, 1, seed=0)).train()
         if recomputes:
             recompute_layers(model)
             model = copy.deepcopy(model)
         CausalLanguageModeling().loss()(model(x), y).backward()
-        found.append([each.grad for each in model.parameters()])
-    torch.testing.assert_close(*found)
+        gradients.append([each.grad for each in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("method", ["fedlora", "local"])
+def test_setting_computes_layers_again_in_the_backward_pass(tmp_path, method):
+    """Each layer runs twice per training step, and once without the setting."""
+    x, y = padded([[5, 6, 7, 8], [9, 10, 11]])
+    for is_on in (False, True):
+        config = federation(tmp_path, method, gradient_checkpointing=is_on)
+        client = next(iter(clients(Server(config, tmp_path / str(is_on))).values()))
+        client.state.restore("run", 1)
+        network, calls = client.network.train(), []
+        layer = network.extractor._hidden[0].model.layers[1].mlp
+        hook = layer.register_forward_pre_hook(lambda *call, calls=calls: calls.append(1))
+        client.task.loss()(network(x), y).backward()
+        hook.remove()
+        assert len(calls) == 1 + is_on
 
 
 def test_clients_share_one_base():

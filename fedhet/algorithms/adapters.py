@@ -137,16 +137,16 @@ def compacted(factors: Arrays, rank: int) -> dict[str, Array]:
     One of the new factors is the product, and the other is the identity matrix, padded with zeros
     to `rank`, which must be at least min(P, Q) for all layers.
     """
-    found: dict[str, Array] = {}
+    replaced: dict[str, Array] = {}
     for path, (b, a) in factors_of(factors).items():
         product = (b.astype(np.float64) @ a.astype(np.float64)).astype(b.dtype)
         rows, columns = product.shape
         left, right = np.eye(rows, dtype=b.dtype), product
         if columns < rows:
             left, right = product, np.eye(columns, dtype=b.dtype)
-        found[path + LORA_B] = padded(left, (rows, rank))
-        found[path + LORA_A] = padded(right, (rank, columns))
-    return found
+        replaced[path + LORA_B] = padded(left, (rows, rank))
+        replaced[path + LORA_A] = padded(right, (rank, columns))
+    return replaced
 
 
 def levels(factors: Arrays, start: int, end: int | None = None) -> dict[str, Array]:

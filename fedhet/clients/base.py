@@ -127,7 +127,11 @@ class HetClient(NumPyClient):
 
         def new_models() -> dict[str, nn.Module]:
             with AllocationLimit(node.max_model_bytes):
-                return self.setup()
+                models = self.setup()
+            if self.run.engine.gradient_checkpointing:
+                for model in models.values():
+                    recompute_layers(model)
+            return models
 
         task = self.samples.format.task
         check_task(node.model, task)
@@ -271,12 +275,9 @@ class HetClient(NumPyClient):
             name: Name of the model, or "" for the client's architecture.
         """
         info, seed, model = self.info, self.run.seed, name or self.info.model
-        built = build(
+        return build(
             model, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
         )
-        if self.run.engine.gradient_checkpointing:
-            recompute_layers(built)
-        return built
 
     def public_set(self, *, labeled: bool) -> Split:
         """Return the public set, scaled like the client's samples.

@@ -456,11 +456,11 @@ class Adapted(nn.Module):
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return factors (B, A) of the change of each base weight: merged factors and adapter."""
-        found = factors_of(self.state_dict())
+        factors = factors_of(self.state_dict())
         for path, each in self.merged.items():
-            b, a = found[path]
-            found[path] = torch.cat([each.b.to(b), b], 1), torch.cat([each.a.to(a), a])
-        return found
+            b, a = factors[path]
+            factors[path] = torch.cat([each.b.to(b), b], 1), torch.cat([each.a.to(a), a])
+        return factors
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

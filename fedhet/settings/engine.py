@@ -62,7 +62,7 @@ class ComputeSettings(Schema):
     gradient_checkpointing: bool = machine_field(
         False,
         "causal language models: whether to compute the activations of each layer again in the "
-        "backward pass, which needs less memory and about a third more time",
+        "backward pass, which needs less memory and more time",
     )
     sample_mb: CountOrNone = machine_field(
         4096,
