@@ -1,6 +1,7 @@
 """Causal language models: texts, instructions, losses, and rounds compared with transformers."""
 
 import copy
+import html
 import json
 
 import numpy as np
@@ -9,12 +10,15 @@ import torch
 from bases import make_language_model
 from federation import Server, records, run, small
 from rounds import clients
+from typer.testing import CliRunner
 
 import fedhet
 from fedhet import models
 from fedhet.base.errors import DataError, ModelError, SettingsError
 from fedhet.base.metrics import METRICS
 from fedhet.base.seeding import torch_generator
+from fedhet.cli import app
+from fedhet.cli.results import printable_lines
 from fedhet.config.resolve import resolve
 from fedhet.data.dataset import Split
 from fedhet.data.sources import read_source
@@ -24,8 +28,10 @@ from fedhet.data.texts import VARIABLE
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import batches, optimization_for
 from fedhet.methods.registry import all_methods
-from fedhet.models.adapted import describe_adapted, merged_base, recompute_layers
+from fedhet.models.adapted import describe_adapted, merged_base, prepare_base
 from fedhet.privacy import sgd
+from fedhet.runs.units import printable
+from fedhet.settings.engine import ComputeSettings
 from fedhet.settings.run import TrainingSettings
 from fedhet.tasks import NOT_PREDICTED, CausalLanguageModeling
 
@@ -276,7 +282,7 @@ def test_checkpointing_has_the_same_gradients():
     for recomputes in (False, True):
         model = trained(models.build("causal-lora4:tiny", SHAPE, 1, seed=0)).train()
         if recomputes:
-            recompute_layers(model)
+            prepare_base(model, ComputeSettings(gradient_checkpointing=True))
             model = copy.deepcopy(model)
         CausalLanguageModeling().loss()(model(x), y).backward()
         gradients.append([each.grad for each in model.parameters()])
@@ -513,3 +519,134 @@ def test_merging_rules_change_the_base_of_language_models(home, tmp_path, rule, 
         torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
         merged = merged_base(model.extractor)(input_ids=x[:, :4]).logits
         torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-4)
+
+
+ARCHITECTURES = {
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "falcon": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gemma3_text": {"head_dim": 8, "pad_token_id": 1},
+    "gpt_neox": {},
+    "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 4},
+    "mistral": {},
+    "mpt": {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64},
+    "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16, "pad_token_id": 1},
+    "phi3": {"pad_token_id": 1},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_have_the_outputs_of_transformers(tmp_path, monkeypatch, name):
+    """All adapters are trained, and padding does not affect other tokens."""
+    common = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+    }  # fmt: skip
+    own = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 0, **ARCHITECTURES[name]}
+    if not own.keys() & {"n_embd", "n_layer", "n_layers"}:
+        own = {**common, **own}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **own)
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
+    reference.save_pretrained(tmp_path / "base")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    x, _ = padded([[5, 6, 7, 8], [9, 10, 11]])
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    expected = reference(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    model = models.build("causal-lora4:base", SHAPE, 1, seed=0)
+    outputs = model(x)[mask.bool()]
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+    outputs.square().mean().backward()
+    gradients = {n: each.grad for n, each in model.named_parameters() if "lora_B" in n}
+    assert gradients
+    assert all(each.abs().sum() > 0 for each in gradients.values())
+
+
+# Commands, report, privacy
+
+
+def call(*words):
+    done = CliRunner().invoke(app, [*map(str, words)], catch_exceptions=False)
+    assert not done.exit_code, done.output
+    return " ".join(done.output.split())
+
+
+def test_command_prints_what_of_a_base_model_is_trained():
+    shown = call("models", "causal-lora4:gpt2")
+    assert "transformer.h.1.attn.c_attn" in shown
+    assert "512 parameters are trained and sent" in shown
+
+
+def test_command_continues_a_prompt(finished):
+    expected = finished.generate("client-1", "the cat", max_tokens=8)
+    shown = call("generate", finished.directory, "client-1", "--prompt", "the cat", "--tokens", 8)
+    assert " ".join(f"the cat{printable_lines(expected)}".split()) in shown
+
+
+def test_report_contains_generated_texts(home, tmp_path):
+    """The prompts are the first 16 tokens of test texts, i.e. 16 bytes of this tokenizer."""
+    settings = {**federation(tmp_path, rounds=1).run.flat(), "out": str(tmp_path / "out")}
+    done = fedhet.run(settings=settings, progress=False)
+    generated = json.loads((tmp_path / "out" / "generated.json").read_text())
+    kind, client, texts = (generated[key] for key in ("kind", "client", "texts"))
+    assert (kind, client, generated["protocol"]) == ("global", "client-0", "common")
+    assert len(texts) == 3
+    page = (tmp_path / "out" / "report.html").read_text()
+    whole = "".join(f"{TEXTS[k % 4]} {99 - k}" for k in range(9))  # The first 24 tokens are a text.
+    for each in texts:
+        assert each["prompt"] in whole
+        assert html.escape(printable(each["prompt"])) in page
+        assert html.escape(printable(each["text"])) in page
+    assert texts[0]["prompt"] == whole[:16]
+    assert texts[0]["text"] == done.generate(client, whole[:16], kind=kind, max_tokens=48)
+
+
+def test_private_run_weighs_texts_equally(tmp_path, monkeypatch):
+    """The loss of a private client is the mean over texts, and the budget is not exceeded."""
+    tasks, original = [], CausalLanguageModeling.loss
+
+    def loss(task, *rest):
+        tasks.append(task)
+        return original(task, *rest)
+
+    monkeypatch.setattr(CausalLanguageModeling, "loss", loss)
+    config = federation(tmp_path, **{"privacy.epsilon": 8.0, "privacy.delta": 1e-3})
+    summary = run(config, tmp_path / "out")
+    assert tasks
+    assert all(each == CausalLanguageModeling().for_sample_gradients() for each in tasks)
+    assert all(7.5 < each["epsilon"] <= 8.0 for each in summary["privacy"].values())
+    assert not any(each["failed"] for each in records(tmp_path / "out"))
+
+
+def test_masked_sums_give_the_same_adapters(tmp_path):
+    states = []
+    for secure in (False, True):
+        changes = {"privacy.secure-aggregation": secure, "clients": 3}
+        (tmp_path / str(secure)).mkdir()
+        config = federation(tmp_path / str(secure), "fedavg", **changes)
+        run(config, tmp_path / str(secure) / "out")
+        result = fedhet.load(tmp_path / str(secure) / "out")
+        states.append(result.model("client-0", "global").extractor.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_test_texts_need_no_owner(home, tmp_path):
+    (tmp_path / "train.csv").write_text("who,text\na,abc\nb,xyz\n")
+    (tmp_path / "test.csv").write_text("text\nde\n")
+    dataset = read(f"text:{tmp_path}", by="who")
+    assert rows_of(dataset.test)[0] == [[*tokens_of(home, "de"), END]]
+    (tmp_path / "train.csv").write_text("text\nabc\n")
+    with pytest.raises(DataError, match="who"):
+        read(f"text:{tmp_path}", by="who")
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    example = {"prompt": "a", "completion": "b"}
+    (lines / "train.jsonl").write_text(json.dumps({**example, "who": 1}))
+    (lines / "test.jsonl").write_text(json.dumps(example))
+    assert len(read(f"instructions:{lines}", by="who").test) == 1
+    (lines / "train.jsonl").write_text(json.dumps(example))
+    with pytest.raises(DataError, match=r"line 1: data\.by: expected a text or an integer 'who'"):
+        read(f"instructions:{lines}", by="who")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 
 from fedhet.base.errors import FedhetError, StateError
+from fedhet.base.metrics import CAUSAL_LM
 from fedhet.cli.options import console, errors, point_name, say
 from fedhet.cli.results import show_comparison, show_run
 from fedhet.config.resolve import Config, complete
@@ -208,7 +209,12 @@ def _run(
     config: Config, directory: Path, label: str = "", begun: float | None = None
 ) -> report.Run:
     with display_on(console, label) as display, exit_on_signal(lambda: _resume_hint(directory)):
-        return simulate(config, directory, [display], begun=begun)
+        run = simulate(config, directory, [display], begun=begun)
+        if config.run.data.task != CAUSAL_LM:
+            return run
+        from fedhet.inference.generation import add_generated
+
+        return add_generated(run)
 
 
 def _resume_hint(directory: Path) -> str:

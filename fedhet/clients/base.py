@@ -68,7 +68,7 @@ from fedhet.models import (
     build_any,
     check_task,
     evaluate_models,
-    recompute_layers,
+    prepare_base,
 )
 from fedhet.runs.measures import (
     MISSING_BASE,
@@ -128,9 +128,8 @@ class HetClient(NumPyClient):
         def new_models() -> dict[str, nn.Module]:
             with AllocationLimit(node.max_model_bytes):
                 models = self.setup()
-            if self.run.engine.gradient_checkpointing:
-                for model in models.values():
-                    recompute_layers(model)
+            for model in models.values():
+                prepare_base(model, self.run.engine)
             return models
 
         task = self.samples.format.task

@@ -36,6 +36,7 @@ from fedhet.inference.client import (
     samples_for,
 )
 from fedhet.inference.export import export
+from fedhet.inference.generation import add_generated, generate
 from fedhet.inference.objects import (
     HERE,
     check_registered,
@@ -139,12 +140,12 @@ def run(
         loaded = report.load_run(directory)  # Only the baseline is missing.
     else:
         with _display(progress) as display:
-            loaded = simulate(resolved, directory, [display, *watchers])
+            loaded = add_generated(simulate(resolved, directory, [display, *watchers]))
     if baseline is not None:
         path = Path(baseline.run.out)
         if not is_complete(resolve_auto(baseline, path), path):
             with _display(progress, f"baseline {against}") as display:
-                simulate(baseline, path, [display])
+                add_generated(simulate(baseline, path, [display]))
         loaded = report.write_all(directory)
     return Result(loaded, trust="*")
 
@@ -529,8 +530,6 @@ class Result:
             ModelError: If the model is not a causal language model, or the prompt is too long.
             StateError: If the run contains no such client or model.
         """
-        from fedhet.inference.generation import generate
-
         return generate(
             self._models(client, architecture), prompt, kind,
             max_tokens=max_tokens, temperature=temperature, seed=seed,

@@ -236,6 +236,12 @@ class TrainedClient:
         return headline.kinds.get(headline.protocol, "private")
 
     @property
+    def compute(self) -> Compute:
+        """Device and precision of computations."""
+        compute: Compute = self._client.compute
+        return compute
+
+    @property
     def missing_headline(self) -> str:
         """Message that the client lacks the headline kind, or "" if it has this kind."""
         name, headline = self.record.client, self.headline_kind
@@ -341,7 +347,7 @@ class TrainedClient:
         kind = kind or self.default_kind
         models, metrics = {kind: self.model(kind)}, self.config.run.metrics
         measured = evaluate_models(
-            models, self._tests(), self._client.compute, metrics, self.record.format.task
+            models, self.test_sets(), self._client.compute, metrics, self.record.format.task
         )
         scores: dict[str, dict[str, float]] = {}
         for (metric, protocol, _), value in by_score_key(measured).items():
@@ -365,7 +371,7 @@ class TrainedClient:
             raise SettingsError(
                 f"{name}: a confusion matrix has at most {MAX_CONFUSION} classes, got {count}"
             )
-        tests = self._tests()
+        tests = self.test_sets()
         protocol = protocol or (COMMON if COMMON in tests else next(iter(tests), COMMON))
         if protocol not in tests:
             raise SettingsError(
@@ -376,7 +382,7 @@ class TrainedClient:
         )
         return confusion_frame(found.confusion, described.classes)
 
-    def _tests(self) -> Mapping[str, Split]:
+    def test_sets(self) -> Mapping[str, Split]:
         """Return the test sets by protocol. Loads the data that the run's settings name."""
         tests: Mapping[str, Split] = self._with_samples().tests
         return tests
@@ -529,7 +535,8 @@ class TrainedServer(TrainedClient):
             )
         return next(iter(choices))
 
-    def _tests(self) -> Mapping[str, Split]:
+    def test_sets(self) -> Mapping[str, Split]:
+        """Return the common test set. Raises DataError if there is none."""
         check_trusted(self.record.settings, self._trust, self._server.directory)
         data = open_data(self.config, self._server.directory)
         common = data.common_test_of(self._client.samples.info)

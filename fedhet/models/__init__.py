@@ -32,8 +32,8 @@ from fedhet.models.adapted import (
     draw_rows,
     is_adapted,
     is_causal,
+    prepare_base,
     rank_of,
-    recompute_layers,
     without_rank,
 )
 from fedhet.models.base import (
@@ -81,7 +81,7 @@ __all__ = [
     "build", "build_any", "check", "check_name", "check_task", "describe", "draw_rows",
     "evaluate_model", "evaluate_models", "find", "group_norm_name", "is_adapted", "is_causal",
     "is_registered", "is_user_model", "load_weights", "names", "narrow_name", "part_arrays",
-    "part_names", "private_pool", "rank_of", "recompute_layers", "shapes", "to_arrays",
+    "part_names", "prepare_base", "private_pool", "rank_of", "shapes", "to_arrays",
     "to_host_arrays", "without_rank",
 ]  # fmt: skip
 

@@ -49,11 +49,13 @@ from fedhet.models.libraries import (
     TextEncoder,
     encoder_skeleton,
     load_encoder,
+    quantize_layers,
     text_part,
     weight_files,
     with_layers,
 )
 from fedhet.models.sequences import token_mask, trim_padding
+from fedhet.settings.engine import ComputeSettings
 
 SCALE = 2.0
 """Default scaling factor s. It is the same for all ranks, so that clients of different ranks scale
@@ -358,6 +360,7 @@ class Adapted(nn.Module):
         self.folder = encoder_directory(name.base)
         self._recomputed: tuple[nn.Module, ...] = ()
         """Layers that are computed again in the backward pass (see `recompute_layers`)."""
+        self._is_quantized = False
         network = _share_frozen(encoder_skeleton(self.folder, causal=name.is_causal), ())
         # A decoder after an encoder does not affect the features.
         used = set((network if name.is_causal else text_part(network)).modules())
@@ -414,7 +417,8 @@ class Adapted(nn.Module):
         """Return the base model with its adapters, and with its frozen weights on `device`."""
         (network,) = self._hidden
         if self._bound != (device, dtype):
-            tensors = _base(self.folder, device, dtype, causal=self.name.is_causal)
+            causal, quantized = self.name.is_causal, self._is_quantized
+            tensors = _base(self.folder, device, dtype, causal=causal, quantized=quantized)
             for path, module in network.named_modules():
                 prefix = f"{path}.".replace(".base_layer.", ".") if path else ""
                 for own in (module._parameters, module._buffers):
@@ -423,11 +427,8 @@ class Adapted(nn.Module):
                             own[key] = found
             for path, each in self.merged.items():
                 layer: Any = network.get_submodule(path)
-                base = _targets(self.folder, causal=self.name.is_causal)[path]
-                like, transposed = (
-                    tensors[f"{path}.weight"],
-                    not isinstance(layer.base_layer, nn.Linear),
-                )
+                base, like = _targets(self.folder, causal=causal)[path], tensors[f"{path}.weight"]
+                transposed = not isinstance(layer.base_layer, nn.Linear)
                 layer.base_layer.weight = each.weight(
                     base, layer.scale, like, transposed=transposed
                 )
@@ -453,6 +454,24 @@ class Adapted(nn.Module):
             ) from error
         flagged = [each for each in network.modules() if hasattr(each, "gradient_checkpointing")]
         self._recomputed = tuple(each for each in flagged if each is not network)
+
+    def quantize(self) -> None:
+        """Store the base model's frozen linear layers in 4 bits (NF4; Dettmers et al., QLoRA).
+
+        The head of a language model and the adapters keep their precision. Raises ModelError if the
+        package bitsandbytes is missing or the model has merged factors.
+        """
+        self._is_quantized, self._bound = True, None
+        self._check_merged()
+        quantize_layers(self._hidden[0])
+
+    def _check_merged(self) -> None:
+        if self.merged and self._is_quantized:
+            raise ModelError(
+                f"base model {self.name.base!r}: factors cannot be merged into weights of 4 bits. "
+                "Set engine.base-precision to full, or fedlora.aggregation to another rule than "
+                "flora and fedex."
+            )
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return factors (B, A) of the change of each base weight: merged factors and adapter."""
@@ -483,6 +502,7 @@ class Adapted(nn.Module):
                 errors.append(f"merged factors of {path}: shapes {list(b.shape)}, {list(a.shape)}")
             elif rank:
                 self.merged[path] = Merged.of(self, path, b, a)
+        self._check_merged()
         unexpected += [prefix + name for name in pairs]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing, unexpected, errors
@@ -529,11 +549,14 @@ def describe_adapted(name: str) -> tuple[int, int, list[tuple[str, str, str]]]:
     return trained, sum(each.numel() for each in network.parameters()), rows
 
 
-def recompute_layers(model: nn.Module) -> None:
-    """Enable gradient checkpointing in the base model of a model with adapters, if it has one."""
+def prepare_base(model: nn.Module, engine: ComputeSettings) -> None:
+    """Apply an engine's settings for frozen base models to a model, if it has one."""
     for each in model.modules():
         if isinstance(each, Adapted):
-            each.recompute_layers()
+            if engine.base_precision == "nf4":
+                each.quantize()
+            if engine.gradient_checkpointing:
+                each.recompute_layers()
 
 
 def merged_base(model: Adapted) -> nn.Module:
@@ -625,7 +648,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=4)
 def _base(
-    folder: str, device: torch.device, dtype: torch.dtype, *, causal: bool
+    folder: str, device: torch.device, dtype: torch.dtype, *, causal: bool, quantized: bool
 ) -> dict[str, Tensor]:
     """Return a base model's parameters and buffers on a device, without those of a decoder.
 
@@ -635,6 +658,8 @@ def _base(
     with torch.inference_mode(False), torch.no_grad():
         network = load_encoder(folder, causal=causal).requires_grad_(False)
         part = network if causal else text_part(network)
+        if quantized:
+            quantize_layers(part, device)
         for each in chain(part.parameters(), part.buffers()):
             if each.is_floating_point():
                 wide = each.ndim < 2 and dtype.itemsize < 4

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -455,6 +456,36 @@ def load_encoder(directory: str, *, causal: bool = False) -> nn.Module:
         )
     pretrained: nn.Module = network.float().eval()
     return pretrained
+
+
+def quantize_layers(network: nn.Module, device: torch.device | None = None) -> None:
+    """Replace linear layers by 4-bit layers of bitsandbytes, except the head and adapters.
+
+    Without a device, the new layers have no weights (meta device). A `Conv1D` of transformers is
+    replaced by a linear layer. Raises ModelError if bitsandbytes is missing.
+    """
+    try:
+        layers: Any = import_module("bitsandbytes.nn")
+    except ImportError:
+        raise ModelError(
+            "engine.base-precision = nf4: package 'bitsandbytes' not found. Install it with: "
+            "pip install 'fedhet[quantized]'"
+        ) from None
+    base: Any = network
+    head = base.get_output_embeddings()
+    for path, layer in list(network.named_modules()):
+        is_conv = type(layer).__name__ == "Conv1D"
+        is_plain = type(layer) is nn.Linear and not path.endswith(("lora_A", "lora_B"))
+        if layer is head or not (is_conv or is_plain):
+            continue
+        weight: Any = layer.weight.T if is_conv else layer.weight
+        rows, columns = weight.shape
+        small = layers.Linear4bit(columns, rows, layer.bias is not None, device="meta")
+        # Its format for CPUs with AVX-512 has no backward pass, and the weight is shared.
+        small.support_avx512bf16_for_cpu = False
+        small.weight = layers.Params4bit(weight.detach().contiguous(), quant_type="nf4")
+        small.bias = layer.bias
+        network.set_submodule(path, small if device is None else small.to(device))
 
 
 def transformers_library(model: str, extra: str) -> Any:

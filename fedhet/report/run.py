@@ -33,6 +33,7 @@ from fedhet.runs.records import (
     VALIDATION,
     Confusion,
     ConfusionMatrix,
+    Generated,
     Headline,
     Origin,
     Partition,
@@ -91,6 +92,8 @@ class Run:
     """Model of each client. If the run is unfinished, clients may be missing."""
     confusion: Confusion | None = None
     """Confusion matrices of the headline models, or None if they were not recorded."""
+    generated: Generated | None = None
+    """Texts generated after the last round, or None for other tasks than language modeling."""
     metric: str = ACCURACY
     """Metric for `scores` and all derived values; see `with_metric`."""
 
@@ -440,9 +443,10 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     if with_baseline:
         with contextlib.suppress(StateError):  # The baseline may not have recorded a round yet.
             baseline = load_run(root / directory.BASELINE, with_baseline=False)
-    confusion = None
-    if summary:  # The matrices belong to the last round.
+    confusion = generated = None
+    if summary:  # The matrices and texts belong to the last round.
         confusion = directory.read_if_exists(root / "confusion.json", Confusion)
+        generated = directory.read_if_exists(root / "generated.json", Generated)
     dataset = summary.dataset if summary else str(settings.get("data.dataset", "?"))
     seed = summary.seed if summary else settings.get("seed")
     rounds = summary.rounds if summary else settings.get("rounds")
@@ -461,6 +465,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
         planned=rounds if isinstance(rounds, int) else records[-1].round,
         models=summary.models if summary else origin.models,
         confusion=confusion,
+        generated=generated,
     )
     return run.with_metric(run.headline_metric)
 

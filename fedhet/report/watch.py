@@ -137,7 +137,7 @@ def _version(path: Path) -> Version:
     """Return the modification times of the files of a run and of its baseline, as a cache key."""
     names = (
         "config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json",
-        "confusion.json",
+        "confusion.json", "generated.json",
     )  # fmt: skip
     files = [directory / name for directory in (path, path / BASELINE) for name in names]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

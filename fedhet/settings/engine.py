@@ -59,6 +59,11 @@ class ComputeSettings(Schema):
         "faster for small networks on a GPU, after up to a minute of compilation per "
         "architecture",
     )
+    base_precision: Literal["full", "nf4"] = machine_field(
+        "full",
+        "precision of the linear layers of frozen base models; full = engine.precision, nf4 = 4 "
+        "bits, which needs an eighth of the memory of float32 and the package bitsandbytes",
+    )
     gradient_checkpointing: bool = machine_field(
         False,
         "causal language models: whether to compute the activations of each layer again in the "

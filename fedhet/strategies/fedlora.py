@@ -107,6 +107,9 @@ class FedLoraStrategy(HetStrategy):
         elif encoding != "float32" and self.rule in MERGING:
             setting = f"'wire.encoding' = {encoding}"
             problem = "the frozen weights of all clients must be equal"
+        elif self.run.engine.base_precision != "full" and self.rule in MERGING:
+            setting = f"'engine.base-precision' = {self.run.engine.base_precision}"
+            problem = "factors cannot be merged into weights of 4 bits"
         elif self.run.privacy.is_on and self.rule in MERGING:
             setting = "'privacy.epsilon'"
             problem = "products of noisy factors amplify the noise in the frozen weights"

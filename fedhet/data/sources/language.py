@@ -71,6 +71,7 @@ def read_plain_texts(location: str, spec: DataSpec) -> Dataset:
         SettingsError: If the tokenizer does not belong to a base model.
     """
     train: Path | None
+    read: Callable[[Path, DataSpec, bool], tuple[list[str], list[str]]]
     train, test, read = expanded(location), None, _read_file
     if train.is_dir() and (train / "train.txt").exists():
         train, test = train / "train.txt", train / "test.txt"
@@ -78,10 +79,11 @@ def read_plain_texts(location: str, spec: DataSpec) -> Dataset:
         train, test, read = *find_row_files(location, TEXT_ENDINGS)[1:], _read_rows
         if train is None:
             train, read = expanded(location), _read_directory
-    encode, end = tokenizer_for(_checked(spec), special=False), _end_of_text(spec)
+    encode = tokenizer_for(_checked(spec), special=False)
+    end = _end_of_text(spec, load_tokenizer(encoder_directory(spec.tokenizer)))
 
-    def windows(path: Path) -> tuple[Split, list[str]]:
-        texts, owners = read(path, spec)
+    def windows(path: Path, needs_owner: bool) -> tuple[Split, list[str]]:
+        texts, owners = read(path, spec, needs_owner)
         tokens: dict[str, list[int]] = {}
         for text, owner in zip(texts, owners, strict=True):
             tokens.setdefault(owner, []).extend([*(encode(text) if text else ()), end])
@@ -99,13 +101,15 @@ def read_plain_texts(location: str, spec: DataSpec) -> Dataset:
     return _dataset(spec, train, test if test and test.exists() else None, windows)
 
 
-def _read_file(path: Path, spec: DataSpec) -> tuple[list[str], list[str]]:
-    _check_no_owner(path, spec)
+def _read_file(path: Path, spec: DataSpec, _: bool = True) -> tuple[list[str], list[str]]:
+    if spec.by:
+        problem = f"{path} has no columns"
+        raise invalid_setting("data.by", spec.by, "empty for .txt files", problem)
     with reading(path, "text"):
         return [text_in(read_bounded(path, spec), path)], [""]
 
 
-def _read_directory(path: Path, spec: DataSpec) -> tuple[list[str], list[str]]:
+def _read_directory(path: Path, spec: DataSpec, _: bool = True) -> tuple[list[str], list[str]]:
     files = sorted(each for each in path.rglob(f"*{SUFFIX}") if each.is_file())
     if not files:
         endings = ", ".join(TEXT_ENDINGS)
@@ -113,21 +117,17 @@ def _read_directory(path: Path, spec: DataSpec) -> tuple[list[str], list[str]]:
     return [_read_file(each, spec)[0][0] for each in files], [""] * len(files)
 
 
-def _check_no_owner(path: Path, spec: DataSpec) -> None:
-    if spec.by:
-        problem = f"{path} has no columns"
-        raise invalid_setting("data.by", spec.by, "empty for .txt files", problem)
-
-
-def _read_rows(path: Path, spec: DataSpec) -> tuple[list[str], list[str]]:
+def _read_rows(path: Path, spec: DataSpec, needs_owner: bool) -> tuple[list[str], list[str]]:
     columns = tuple(spec.text_column)
     table = read_table(path, spec, texts=columns)
     for name in columns:
         if name not in table.columns:
             raise missing_column_error(path, name, table.columns, " (data.text-column)")
     texts = [" ".join(row) for row in zip(*(table.column(n).rows() for n in columns), strict=True)]
-    owners = table.column(spec.by.strip()).rows() if spec.by.strip() else [""] * len(table)
-    return texts, owners
+    by = spec.by.strip()
+    if not by or (by not in table.columns and not needs_owner):
+        return texts, [""] * len(table)
+    return texts, table.column(by).rows()
 
 
 def read_instructions(location: str, spec: DataSpec) -> Dataset:
@@ -147,12 +147,14 @@ def read_instructions(location: str, spec: DataSpec) -> Dataset:
     if train is None:
         raise DataError(f"{expanded(location) / 'train.jsonl'}: file not found")
     encode = tokenizer_for(_checked(spec), special=False)
-    end, template = _end_of_text(spec), _chat_template(spec)
+    tokenizer = load_tokenizer(encoder_directory(spec.tokenizer))
+    end, directory = _end_of_text(spec, tokenizer), encoder_directory(spec.tokenizer)
+    template = partial(_apply, tokenizer, directory) if tokenizer.chat_template else None
     start, text = tokenizer_for(spec)("a")[:1], encode("a")
     # Tokens before a text, such as Llama's start-of-text token. Chat templates contain it.
     start = [] if template is not None or start == text[:1] else start
 
-    def samples(path: Path) -> tuple[Split, list[str]]:
+    def samples(path: Path, needs_owner: bool) -> tuple[Split, list[str]]:
         rows: list[tuple[list[int], list[bool]]] = []
         owned: list[str] = []
         truncated = without = 0
@@ -172,7 +174,7 @@ def read_instructions(location: str, spec: DataSpec) -> Dataset:
                 without += 1
                 continue
             rows.append((tokens, predicted))
-            if spec.by:
+            if spec.by and needs_owner:
                 owned.append(_owner(example, spec.by, where))
         if truncated or without:
             LOG.warning(
@@ -281,13 +283,6 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
     return messages
 
 
-def _chat_template(spec: DataSpec) -> Template | None:
-    """Return the function that applies the tokenizer's chat template, or None if it has none."""
-    directory = encoder_directory(spec.tokenizer)
-    tokenizer = load_tokenizer(directory)
-    return partial(_apply, tokenizer, directory) if tokenizer.chat_template else None
-
-
 def _apply(tokenizer: Any, where: str, messages: Sequence[Mapping[str, str]], replies: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(
@@ -321,17 +316,16 @@ def load_tokenizer(directory: str) -> Any:
         )
 
 
-def _end_of_text(spec: DataSpec) -> int:
+def _end_of_text(spec: DataSpec, tokenizer: Any) -> int:
     """Return the token that ends a text. Raises DataError if the tokenizer has none."""
-    directory = encoder_directory(spec.tokenizer)
-    end = load_tokenizer(directory).eos_token_id
+    end = tokenizer.eos_token_id
     if end is None:
         stated = configuration(spec.tokenizer).get("eos_token_id")
         end = stated[0] if isinstance(stated, list) and stated else stated
     if not isinstance(end, int) or not 0 <= end < vocabulary_size(spec) - 1:
         raise DataError(
-            f"{directory}/tokenizer_config.json: eos_token: expected a token that ends a text, got "
-            f"{end!r}"
+            f"{encoder_directory(spec.tokenizer)}/tokenizer_config.json: eos_token: expected a "
+            f"token that ends a text, got {end!r}"
         )
     return end or vocabulary_size(spec) - 1  # Token 0 is PADDING.
 
@@ -361,14 +355,15 @@ def _dataset(
     spec: DataSpec,
     train: Path,
     test: Path | None,
-    read: Callable[[Path], tuple[Split, list[str]]],
+    read: Callable[[Path, bool], tuple[Split, list[str]]],
 ) -> Dataset:
-    samples, owners = read(train)
+    """Return a dataset; `read` reads a file, given whether its samples must have owners."""
+    samples, owners = read(train, True)
     format = Format.from_samples(
         samples.x, TARGETS, TEXT, shape=text_sample_shape(spec), task=CausalLanguageModeling()
     )
     owned = encode_owners(owners, f"{train}: {spec.by}") if spec.by and owners else {}
-    return Dataset(spec.dataset, samples, read(test)[0] if test else None, format, **owned)
+    return Dataset(spec.dataset, samples, read(test, False)[0] if test else None, format, **owned)
 
 
 SOURCES = (
