@@ -149,7 +149,7 @@ def test_rules_that_change_the_base_need_full_precision(tmp_path, rule):
 
 
 def test_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     model = models.build("causal-lora4:tiny", SHAPE, 1, seed=0)
     with pytest.raises(ModelError, match=r"'bitsandbytes' not found.*fedhet\[quantized\]"):
         prepare_base(model, NF4)

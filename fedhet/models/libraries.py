@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -465,12 +464,13 @@ def quantize_layers(network: nn.Module, device: torch.device | None = None) -> N
     replaced by a linear layer. Raises ModelError if bitsandbytes is missing.
     """
     try:
-        layers: Any = import_module("bitsandbytes.nn")
+        import bitsandbytes
     except ImportError:
         raise ModelError(
             "engine.base-precision = nf4: package 'bitsandbytes' not found. Install it with: "
             "pip install 'fedhet[quantized]'"
         ) from None
+    layers: Any = bitsandbytes.nn
     base: Any = network
     head = base.get_output_embeddings()
     for path, layer in list(network.named_modules()):
