@@ -23,6 +23,7 @@ import runpy
 import subprocess
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,6 +207,34 @@ def separate_gradients() -> None:
     Tensor.backward = backward_to_own  # type: ignore[method-assign, assignment]
 
 
+def means_of_other_clients() -> None:
+    """Let FD average probabilities, and let a client's targets not contain its own mean."""
+    module, server = imported("flcore.clients.clientfd"), imported("flcore.servers.serverfd")
+    load, current = module.load_item, [""]
+
+    def load_item(role: str, name: str, path: str) -> Any:
+        item = load(role, name, path)
+        if name != "global_logits":
+            current[0] = role
+            return item
+        if item is None:
+            return None
+        others: dict[int, list[Tensor]] = defaultdict(list)
+        for client, means in item:
+            for label, mean in means.items() if client != current[0] else ():
+                others[label].append(mean)
+        means = {label: torch.stack(each).mean(0) for label, each in others.items()}
+        return defaultdict(list, means)
+
+    def mean_probabilities(logits: Mapping[int, Sequence[Tensor]]) -> tuple[str, dict[int, Tensor]]:
+        means = {label: torch.stack([*each]).softmax(1).mean(0) for label, each in logits.items()}
+        return current[0], means
+
+    module.load_item, module.agg_func = load_item, mean_probabilities
+    module.copy = types.SimpleNamespace(deepcopy=torch.zeros_like)
+    server.proto_aggregation = list
+
+
 DIVERGENCE = Change(
     "In the library, the divergence is divided by the number of classes, and has a gradient to the "
     "teacher.",
@@ -266,9 +295,16 @@ CASES = (
         "fd",
         HTFLLIB,
         "FD",
-        remark="The library has another algorithm. Its targets are mean logits of all clients, "
-        "without a softmax, and a sample's own logits if its class has no mean. Here, they are the "
-        "mean probabilities of the other clients (Algorithm 1, line 5).",
+        {"lamda": 1},
+        {"fd.gamma": 1},
+        (
+            Change(
+                "In the library, the targets are mean logits of all clients, without a softmax, "
+                "and a sample's own logits if its class has no mean. Here, they are the mean "
+                "probabilities of the other clients (Algorithm 1, line 5).",
+                means_of_other_clients,
+            ),
+        ),
     ),
     Case(
         "fml",
