@@ -230,9 +230,9 @@ def means_of_other_clients() -> None:
         means = {label: torch.stack([*each]).softmax(1).mean(0) for label, each in logits.items()}
         return current[0], means
 
-    module.load_item, module.agg_func = load_item, mean_probabilities
-    module.copy = types.SimpleNamespace(deepcopy=torch.zeros_like)
-    server.proto_aggregation = list
+    copier = types.SimpleNamespace(deepcopy=torch.zeros_like)
+    vars(module).update(load_item=load_item, agg_func=mean_probabilities, copy=copier)
+    vars(server)["proto_aggregation"] = list
 
 
 DIVERGENCE = Change(

@@ -26,16 +26,15 @@ from fedhet.cli.options import read_seeds
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
 from fedhet.experiments import plan as planning
-from fedhet.experiments.paper import (
-    TableResult,
+from fedhet.experiments.output import (
     as_markdown,
-    collect,
     curves,
     overview,
     write_latex,
     write_results,
 )
-from fedhet.experiments.paper import cells as table_cells
+from fedhet.experiments.output import cells as table_cells
+from fedhet.experiments.paper import TableResult, collect
 from fedhet.experiments.plan import (
     SIZES,
     PaperTable,

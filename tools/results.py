@@ -25,7 +25,8 @@ from fedhet.experiments.field import (
     ranks,
     recommendations,
 )
-from fedhet.experiments.paper import TableResult, cells
+from fedhet.experiments.output import cells
+from fedhet.experiments.paper import TableResult
 from fedhet.experiments.plan import (
     FIELD,
     command_of,

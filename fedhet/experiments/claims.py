@@ -12,7 +12,8 @@ from pathlib import Path
 
 from fedhet.base.errors import StateError
 from fedhet.experiments.field import FieldRecord
-from fedhet.experiments.paper import Comparison, TableResult, bounds
+from fedhet.experiments.output import bounds
+from fedhet.experiments.paper import Comparison, TableResult
 from fedhet.experiments.plan import FIELD, SIZES, Claim, paper_of, read_table, table_names
 from fedhet.report.tables import Cell, Cells
 from fedhet.runs.directory import read_validated

@@ -23,7 +23,7 @@ from fedhet.base.errors import FedhetError, SettingsError, StateError
 from fedhet.cli.options import console, listing, say
 from fedhet.cli.training import error_of, exit_on_signal, run_parallel, with_time_left
 from fedhet.config.resolve import Config, resolve
-from fedhet.experiments import claims, field, paper
+from fedhet.experiments import claims, field, output, paper
 from fedhet.experiments.plan import (
     FIELD,
     SIZES,
@@ -111,12 +111,12 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     finished = [paper.collect(planned) for planned in plans]
     for results in finished:
         show_result(results.result, results.plan.table)
-        say(f"table: {paper.write_results(results, out)}")
+        say(f"table: {output.write_results(results, out)}")
         if wanted.latex:
-            say(f"LaTeX table: {paper.write_latex(results, out)}")
+            say(f"LaTeX table: {output.write_latex(results, out)}")
     if len(finished) > 1:
-        console.print(printed(paper.overview(finished)))
-        paper.write_overview(finished, out / f"{word}-{wanted.size}.md")
+        console.print(printed(output.overview(finished)))
+        output.write_overview(finished, out / f"{word}-{wanted.size}.md")
         say(f"overview: {out / f'{word}-{wanted.size}.md'}")
     raise_faults(faults)
 
@@ -187,12 +187,12 @@ def show_field(folder: Path | None, default: Path) -> None:
 
 def show_result(result: paper.TableResult, table: PaperTable) -> None:
     """Print a table's numbers and the outcome of every comparison."""
-    console.print(printed(paper.cells(result, table)))
-    say(paper.legend(result, table))
+    console.print(printed(output.cells(result, table)))
+    say(output.legend(result, table))
     say(result.about(table))
     if result.comparisons:
-        console.print(printed(paper.claims(result)))
-        say(paper.DIFFERENCES)
+        console.print(printed(output.claims(result)))
+        say(output.DIFFERENCES)
 
 
 def show_tables(word: str, folder: Path | None, default: Path) -> None:
