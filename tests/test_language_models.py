@@ -650,3 +650,13 @@ def test_test_texts_need_no_owner(home, tmp_path):
     (lines / "train.jsonl").write_text(json.dumps(example))
     with pytest.raises(DataError, match=r"line 1: data\.by: expected a text or an integer 'who'"):
         read(f"instructions:{lines}", by="who")
+
+
+def test_report_of_a_private_run_contains_no_texts_of_clients(tmp_path, caplog):
+    """Without a common test set, nothing is generated."""
+    config = federation(tmp_path, rounds=1, **{"privacy.epsilon": 8.0, "privacy.delta": 1e-3})
+    (tmp_path / "test.csv").unlink()
+    settings = {**config.run.flat(), "out": str(tmp_path / "out")}
+    fedhet.run(settings=settings, progress=False)
+    assert not (tmp_path / "out" / "generated.json").exists()
+    assert "no text was generated for the report" in caplog.text
