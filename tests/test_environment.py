@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from rich.console import Console
 from fedhet import base
 from fedhet.base.disk import expanded, state_directory
 from fedhet.base.errors import FedhetError, SettingsError
+from fedhet.cli import training
 from fedhet.cli.options import loading
 from fedhet.cli.training import error_of, exit_on_signal, run_parallel
 from fedhet.config.resolve import resolve
@@ -76,6 +78,17 @@ def test_killed_worker_does_not_stop_the_command():
     assert found.keys() == {0, 1, 2}
     assert found[0] == ""
     assert "a worker process was killed" in found[1]
+
+
+def process_of(_):
+    return str(os.getpid())
+
+
+def test_processes_are_replaced_after_their_number_of_runs(monkeypatch):
+    monkeypatch.setattr(training, "RUNS_PER_PROCESS", 2)
+    processes = dict(run_parallel(range(5), 1, process_of))
+    assert [*processes] == [*range(5)]
+    assert sorted(Counter(processes.values()).values()) == [1, 2, 2]
 
 
 PARALLEL = """

@@ -240,23 +240,24 @@ def run_parallel(
     The processes are spawned, because PyTorch's threads do not survive a fork. They end with this
     process. If a worker process is killed, the result of all unfinished items is an error message.
     """
-    spawn = get_context("spawn")
-    with (
-        inherited(for_training()),
-        ProcessPoolExecutor(
-            jobs, spawn, _end_with_parent, max_tasks_per_child=RUNS_PER_PROCESS
-        ) as pool,
-    ):
-        futures = {pool.submit(function, item): item for item in todo}
-        for future in as_completed(futures):
-            try:
-                outcome = future.result()
-            except BrokenProcessPool:
-                outcome = (
-                    "a worker process was killed, possibly because memory ran out. Run the command "
-                    "again with a lower --jobs."
-                )
-            yield futures[future], outcome
+    spawn, size = get_context("spawn"), jobs * RUNS_PER_PROCESS
+    # New pools replace the argument `max_tasks_per_child`, with which the pools of Python 3.11 to
+    # 3.14 wait forever for a process that has reached its limit (CPython issue 115634).
+    for start in range(0, len(todo), size):
+        with (
+            inherited(for_training()),
+            ProcessPoolExecutor(jobs, spawn, _end_with_parent) as pool,
+        ):
+            futures = {pool.submit(function, item): item for item in todo[start : start + size]}
+            for future in as_completed(futures):
+                try:
+                    outcome = future.result()
+                except BrokenProcessPool:
+                    outcome = (
+                        "a worker process was killed, possibly because memory ran out. Run the "
+                        "command again with a lower --jobs."
+                    )
+                yield futures[future], outcome
 
 
 def _end_with_parent() -> None:
