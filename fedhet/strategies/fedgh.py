@@ -7,11 +7,11 @@ with Generalized Global Header, ACM Multimedia 2023, arXiv:2303.13137.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedhet.algorithms.feature_models import train_head
 from fedhet.base.errors import DivergedError
@@ -48,9 +48,25 @@ class FedGhStrategy(FedAvgStrategy):
         metrics = {"classes_covered": float(len(set(labels.tolist())))}
         if len(labels) < 2:
             return metrics
+        return {**metrics, "head_loss": self.train_head(round, train_head, features, labels)}
+
+    def train_head(
+        self, round: int, train: Callable[..., float], features: Tensor, labels: Tensor
+    ) -> float:
+        """Train the head, and return its loss.
+
+        Raises DivergedError if training diverged; the head is then unchanged.
+
+        Args:
+            round: Number of the round.
+            train: Called with the head, `features`, `labels`, and training options. Returns the
+                loss.
+            features: Features, of shape [N, D].
+            labels: One label or one row of labels for each feature vector.
+        """
         settings = self.settings
         head = load_weights(copy.deepcopy(self._head), self.averaged["weights"])
-        loss = train_head(
+        loss = train(
             head["classifier"],
             features,
             labels,
@@ -63,4 +79,4 @@ class FedGhStrategy(FedAvgStrategy):
         if not all((np.abs(value) <= MAX_MAGNITUDE).all() for value in weights.values()):
             raise DivergedError(f"training of the head diverged: its loss is {loss:.3g}")
         self._set_averages({"weights": weights})
-        return {**metrics, "head_loss": loss}
+        return loss
