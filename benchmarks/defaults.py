@@ -59,6 +59,7 @@ RELATED = {
     "fedper": "fedavg",
     "fedproto": "fedhe",
     "fedprox": "fedavg",
+    "fedre": "fedgh",
     "fedrep": "fedper",
     "fedrolex": "heterofl",
     "fedtgp": "fedproto",

@@ -155,6 +155,7 @@ LEARNS = [
     ("fd", {**SKEWED, "models": "mlp"}, {"personal/private": 0.7}),
     ("fedtgp", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
     ("fedgh", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
+    ("fedre", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
     ("fedl2g", {**SKEWED, "models": ["mlp", "cnn2"]}, {"personal/private": 0.7}),
     ("fedl2g", {**SKEWED, "models": ["mlp", "cnn2"], "fedl2g.guide": "features"},
      {"personal/private": 0.7}),

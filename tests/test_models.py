@@ -345,7 +345,7 @@ def test_vision_transformers_need_square_images_of_whole_patches(shape) -> None:
         models.shapes("htfl-vit-b-32", shape, 3)
 
 
-@pytest.mark.parametrize("method", ["lg-fedavg", "fedgen", "fedgh"])
+@pytest.mark.parametrize("method", ["lg-fedavg", "fedgen", "fedgh", "fedre"])
 def test_pool_with_different_heads_is_rejected_if_the_head_is_shared(method, tmp_path) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", x=rng.random((40, 3, 32, 32)), y=np.arange(40) % 2)
