@@ -66,7 +66,7 @@ LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with pri
 SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
     "averaged": "averaged, with a weight that depends on its age",
-    "kept": "used unchanged, because it is the client's own model or class means",
+    "kept": "used unchanged, because it is the client's own model, class means, or their mixture",
     "refused": "discarded without a penalty, because its public samples or its submodel are of an "
     "earlier round",
 }

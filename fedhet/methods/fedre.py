@@ -15,10 +15,10 @@ class FedReSettings(fedgh.FedGhSettings):
     """Settings of FedRE."""
 
     server_epochs: Count = Field(
-        10, description="server training epochs on the entangled representations, per round"
+        1, description="server training epochs on the entangled representations, per round"
     )
     server_lr: Positive = Field(
-        0.1,
+        0.01,
         description="learning rate for training on the server (SGD), where the loss of a batch is "
         "the sum over its representations",
     )
