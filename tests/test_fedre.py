@@ -303,7 +303,7 @@ def server(tmp_path):
 def mixture(server, name, seed, scale=1.0):
     tensors = {
         "representation": (scale * normal(seed, 64)).astype(np.float32),
-        "labels": encodings(seed, 1, 10)[0],
+        "labels": np.roll(encodings(seed, 1, 10)[0], seed),
     }
     return reply_from(server, name, Knowledge(tensors))
 
