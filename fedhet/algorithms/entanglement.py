@@ -42,11 +42,9 @@ def entangle(means: Array, classes: Array, draws: Array, size: int) -> tuple[Arr
 
 
 def entangled_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum over n and c of w_nc CE(z_n, c), as a scalar (serverre.py, train_head).
+    """Return the sum over n and c of w_nc CE(h_n, c), as a scalar (serverre.py, train_head).
 
-    Args:
-        logits: Logits z of the head, of shape [N, C].
-        labels: Entangled-label encodings w, of shape [N, C].
+    `logits` [N, C] are the outputs h of the head, and `labels` [N, C] the label encodings w.
     """
     return F.cross_entropy(logits, labels, reduction="sum")
 
@@ -54,16 +52,9 @@ def entangled_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def train_entangled(
     head: nn.Module, representations: Tensor, labels: Tensor, **options: Unpack[TrainingOptions]
 ) -> float:
-    """Train a head with SGD on shuffled batches of entangled representations.
+    """Train a head with SGD on shuffled batches of representations [N, D] and encodings [N, C].
 
-    Args:
-        head: Head to train.
-        representations: Entangled representations, of shape [N, D], where N >= 1.
-        labels: Entangled-label encodings, of shape [N, C].
-        **options: Training options.
-
-    Returns:
-        The mean loss of a representation over the last epoch.
+    Returns the mean loss of a representation over the last epoch.
     """
     optimizer = SGD(head.parameters(), lr=options["lr"])
     total = 0.0

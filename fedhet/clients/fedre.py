@@ -27,7 +27,5 @@ class FedReClient(FedGhClient):
             return Knowledge()
         # Draw from (0, 1], because a sum of zeros has no normalized weights.
         draws = 1 - torch.rand(len(classes), generator=self.generator(round, "entanglement"))
-        representation, labels = entangle(
-            means["features"], classes, draws.numpy(), self.info.classes
-        )
-        return Knowledge({"representation": representation, "labels": labels})
+        mixed = entangle(means["features"], classes, draws.numpy(), self.info.classes)
+        return Knowledge(dict(zip(("representation", "labels"), mixed, strict=True)))

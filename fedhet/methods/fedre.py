@@ -36,9 +36,7 @@ SPEC = replace(
     defenses=CHOOSING,
     replies=Contract(
         all_or_none(
-            TensorField(
-                "representation", "float32", ("D",), "random convex combination of class means"
-            ),
+            TensorField("representation", "float32", ("D",), "random mixture of class means"),
             TensorField(
                 "labels", "float32", ("C",), "weight of each class in it", distribution=True
             ),

@@ -53,16 +53,9 @@ class FedGhStrategy(FedAvgStrategy):
     def train_head(
         self, round: int, train: Callable[..., float], features: Tensor, labels: Tensor
     ) -> float:
-        """Train the head, and return its loss.
+        """Train the head with `train`, and return its loss.
 
         Raises DivergedError if training diverged; the head is then unchanged.
-
-        Args:
-            round: Number of the round.
-            train: Called with the head, `features`, `labels`, and training options. Returns the
-                loss.
-            features: Features, of shape [N, D].
-            labels: One label or one row of labels for each feature vector.
         """
         settings = self.settings
         head = load_weights(copy.deepcopy(self._head), self.averaged["weights"])
