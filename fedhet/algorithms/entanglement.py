@@ -61,7 +61,7 @@ def train_entangled(
     for _ in range(options["epochs"]):
         total = 0.0
         order = torch.randperm(len(labels), generator=options["generator"])
-        for rows in order.split(options["batch_size"]):
+        for rows in torch.split(order, options["batch_size"]):
             loss = entangled_loss(head(representations[rows]), labels[rows])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
