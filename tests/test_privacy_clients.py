@@ -91,6 +91,8 @@ SENT = {
     "predictions": "a private model's, on public data",
     "space": "the task's label space, or all classes",
     "features": "noised sums over noised counts",
+    "representation": "random mixture of noised class means",
+    "labels": "random weights of the classes with a noised mean",
     "classes": "those whose noised count is large",
     "counts": "noised",
 }
