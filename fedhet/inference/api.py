@@ -17,7 +17,7 @@ from torch import nn
 from fedhet import report
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
-from fedhet.base.metrics import ACCURACY
+from fedhet.base.metrics import ACCURACY, CAUSAL_LM
 from fedhet.base.seeding import isolated
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
@@ -140,12 +140,14 @@ def run(
         loaded = report.load_run(directory)  # Only the baseline is missing.
     else:
         with _display(progress) as display:
-            loaded = add_generated(simulate(resolved, directory, [display, *watchers]))
+            loaded = simulate(resolved, directory, [display, *watchers])
+        if resolved.run.data.task == CAUSAL_LM:
+            loaded = add_generated(loaded)
     if baseline is not None:
         path = Path(baseline.run.out)
         if not is_complete(resolve_auto(baseline, path), path):
             with _display(progress, f"baseline {against}") as display:
-                add_generated(simulate(baseline, path, [display]))
+                simulate(baseline, path, [display])
         loaded = report.write_all(directory)
     return Result(loaded, trust="*")
 

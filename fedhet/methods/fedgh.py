@@ -13,12 +13,10 @@ from fedhet.wire.contract import Contract, TensorField, WeightsField
 class FedGhSettings(lg_fedavg.LgFedAvgSettings):
     """Settings of FedGH."""
 
-    server_epochs: Count = Field(
-        10, description="server training epochs on the clients' class means, per round"
-    )
+    server_epochs: Count = Field(10, description="server training epochs per round")
     server_lr: Positive = Field(0.1, description="learning rate for training on the server (SGD)")
     server_batch_size: Count = Field(
-        10, description="batch size for training on the server, in class means"
+        10, description="batch size for training on the server, in received means or mixtures"
     )
 
 

@@ -14,16 +14,10 @@ from fedhet.wire.contract import Contract, TensorField, all_or_none
 class FedReSettings(fedgh.FedGhSettings):
     """Settings of FedRE."""
 
-    server_epochs: Count = Field(
-        1, description="server training epochs on the entangled representations, per round"
-    )
-    server_lr: Positive = Field(
-        0.01,
-        description="learning rate for training on the server (SGD), where the loss of a batch is "
-        "the sum over its representations",
-    )
+    server_epochs: Count = Field(1, description="server training epochs per round")
+    server_lr: Positive = Field(0.01, description="learning rate for training on the server (SGD)")
     server_batch_size: Count = Field(
-        32, description="batch size for training on the server, in entangled representations"
+        32, description="batch size for training on the server, in received means or mixtures"
     )
 
 
