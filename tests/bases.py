@@ -81,3 +81,20 @@ def make_language_model(directory: Path, *, tied: bool = False, **config: object
     )
     network.save_pretrained(directory, **config)
     return directory
+
+
+def make_gpt2(directory: Path) -> Path:
+    """Save a random GPT-2 with the vocabulary of `make_language_model`."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=257,
+        n_positions=32,
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(directory)
+    return directory

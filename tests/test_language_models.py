@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from bases import make_language_model
+from bases import make_gpt2, make_language_model
 from federation import Server, records, run, small
 from rounds import clients
 from typer.testing import CliRunner
@@ -47,12 +47,7 @@ def home(tmp_path_factory):
     root = tmp_path_factory.mktemp("bases")
     make_language_model(root / "tiny")
     make_language_model(root / "tied", tied=True, max_shard_size="8KB")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=257, n_positions=32, eos_token_id=0,
-        bos_token_id=0,
-    )  # fmt: skip
-    transformers.GPT2LMHeadModel(config).save_pretrained(root / "gpt2")
+    make_gpt2(root / "gpt2")
     return root
 
 

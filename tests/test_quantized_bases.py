@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from bases import make_language_model
+from bases import make_gpt2, make_language_model
 from federation import Server, records, run, small
 from rounds import clients
 
@@ -24,12 +24,7 @@ NF4 = ComputeSettings(base_precision="nf4")
 def home(tmp_path_factory):
     root = tmp_path_factory.mktemp("bases")
     make_language_model(root / "tiny")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=257, n_positions=32, eos_token_id=0,
-        bos_token_id=0,
-    )  # fmt: skip
-    transformers.GPT2LMHeadModel(config).save_pretrained(root / "gpt2")
+    make_gpt2(root / "gpt2")
     bert = transformers.BertConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
         vocab_size=257,

@@ -10,7 +10,7 @@ import torch
 
 from fedhet import report
 from fedhet.base.disk import write_text
-from fedhet.base.errors import DataError, FedhetError, ModelError
+from fedhet.base.errors import DataError, ModelError, describe_error
 from fedhet.base.seeding import derive
 from fedhet.data.sources.language import chat_prompt, load_tokenizer
 from fedhet.inference.client import TrainedClient, clients_in, open_models
@@ -101,8 +101,8 @@ def add_generated(run: report.Run) -> report.Run:
         client = trained.record.client
         content = Generated(client=client, kind=kind, protocol=protocol, texts=texts)
         write_text(directory / "generated.json", content.model_dump_json())
-    except FedhetError as error:
-        LOG.warning("no text was generated for the report: %s", error)
+    except Exception as error:  # transformers models raise many exception types.
+        LOG.warning("no text was generated for the report: %s", describe_error(error))
         return run
     changed = report.load_run(directory)
     report.write_report(changed)
