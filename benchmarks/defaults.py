@@ -1,13 +1,15 @@
 """Accuracy of every method with its default settings, against local training and a related method.
 
     python -m benchmarks.defaults [--methods felo,velo] [--data digits-10] [--seeds 0,1,2]
-        [--out runs/defaults] [--jobs 1] [--write]
+        [--data-dir DIR] [--out runs/defaults] [--jobs 1] [--write]
 
 The clients, their data, their models, and the number of epochs are equal for the three runs of a
-row; the related method has its own models if it does not support these. The score is the method's
-headline score. Finished runs are kept, so that the same command continues. --write stores their
-scores in benchmarks/measured/defaults.json. A stored score is used again until one of the settings
-that affect it changes, so run this again when a default changes.
+row; the related method has its own models if it does not support these. Methods that permit
+different models have small networks, because the default models include two ResNets, with which
+the table takes days. The score is the method's headline score. Finished runs are kept, so that the
+same command continues. --write stores their scores in benchmarks/measured/defaults.json. A stored
+score is used again until one of the settings that affect it changes, so run this again when a
+default changes.
 """
 
 from __future__ import annotations
@@ -79,12 +81,20 @@ RELATED = {
 }
 """The method that each method is compared with. Methods for adapters, and those that need all data
 in one place, are not in the table."""
-DATA = {
-    "digits-10": {"data.dataset": "digits", "clients": 10},
-    "digits-20": {"data.dataset": "digits", "clients": 20},
+POOL = "cnn2,cnn4,mlp"
+DATA: dict[str, dict[str, str | int]] = {
+    "digits-10": {"data.dataset": "digits", "clients": 10, "models.pool": POOL},
+    "digits-20": {"data.dataset": "digits", "clients": 20, "models.pool": POOL},
     "table-10": {"data.dataset": "breast-cancer", "clients": 10},
+    "fashion-10": {
+        "data.dataset": "fashion-mnist",
+        "data.max-samples": 3000,
+        "data.max-test-samples": 1000,
+        "clients": 10,
+        "models.pool": POOL,
+    },
 }
-"""Settings of the data, by name. Ten clients are the default."""
+"""Settings of the data and models, by name. Ten clients are the default."""
 BASELINE = "local"
 ESSENTIAL = {"data", "models", "training", "rounds", "clients", "method"}
 """Settings that affect a result. The method's settings are added to them."""
@@ -112,7 +122,8 @@ def key_of(run: PlannedRun) -> str:
     """Return the key of a run's result: its label, seed, and a digest of its settings."""
     config = run.config
     kept = {k: v for k, v in config.flat().items() if k.partition(".")[0] in ESSENTIAL}
-    kept |= {name: config.flat()[name] for name in run.values if name not in PLACE}
+    kept |= {name: config.flat()[name] for name in run.values}
+    kept = {name: value for name, value in kept.items() if name not in {*PLACE, "data.data-dir"}}
     own = config.method_settings.flat()
     text = json.dumps([kept, own], sort_keys=True, default=str)
     name = f"{run.values['method']}, {run.values['data.dataset']}, seed {run.values['seed']}"
@@ -150,6 +161,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(RELATED))
     parser.add_argument("--data", default=",".join(DATA))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--data-dir", default="", help="directory of Fashion-MNIST's files")
     parser.add_argument("--out", type=Path, default=Path("runs/defaults"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="print finished rows only")
@@ -159,6 +171,8 @@ def main() -> None:
     seeds = [int(seed) for seed in given.seeds.split(",")]
     assert set(methods) <= RELATED.keys() <= set(shipped_names())
     make_directory(given.out)
+    if given.data_dir:
+        DATA["fashion-10"]["data.data-dir"] = given.data_dir
     rows = [*planned(methods, places, seeds, given.out)]
     runs = each_once(run for row in rows for run in (*row.ours, *row.local, *row.related))
     if not given.show:
@@ -181,11 +195,9 @@ def planned(
     """Yield the rows that can run, and print why other rows cannot."""
     for place, method in product(places, methods):
         values: Values = {"method": method, "engine.backend": "inline", **DATA[place]}
-        try:
-            run = resolve(values).run
-        except SettingsError as error:
-            print(f"{method}, {place}: {error}")
+        if not (values := supported(values)):
             continue
+        run = resolve(values).run
         data = {"data.public-fraction": run.data.public_fraction}
         data |= {"data.labeled-alpha": run.data.labeled_alpha} if run.data.labeled_alpha else {}
         pool = {"models.pool": [*run.models.pool]}
@@ -201,14 +213,19 @@ def planned(
 
 
 def supported(values: Values) -> Values:
-    """Return settings that the method supports: the given ones, or with its own models."""
-    for left_out in ((), ("models.pool",)):
-        chosen = {name: value for name, value in values.items() if name not in left_out}
+    """Return settings that the method supports: the given ones, or with its own models.
+
+    If it supports neither, print why, and return no settings.
+    """
+    own = {name: value for name, value in values.items() if name != "models.pool"}
+    for chosen in (values, own):
         try:
             resolve(chosen)
-        except SettingsError:
-            continue
-        return chosen
+        except SettingsError as error:
+            problem = error
+        else:
+            return chosen
+    print(f"{values['method']}, {values['data.dataset']}: {problem}")
     return {}
 
 
