@@ -172,6 +172,46 @@ def test_control_variate_of_the_server_is_the_mean_of_the_clients(tmp_path):
         np.testing.assert_allclose(value, mean, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_control_variate_of_the_server_stays_the_mean_after_a_lost_reply(tmp_path, lost):
+    """The client whose change was lost continues with its control variate before the change."""
+    server = scaffold(tmp_path, **{"data.partition": "iid"})
+    for round in range(1, 5):
+        replies = server.train(server.instruct(round))
+        server.aggregate(round, replies[1:] if round == lost else replies)
+        if round == lost:
+            state = server.strategy.state_dict()
+            server.strategy.init()
+            server.strategy.load_state_dict(state)
+    clients = [open_client(p._config, p._node) for p in server.manager.all().values()]
+    for name, value in server.strategy.averaged["control"].items():
+        mean = sum(client.state.tensors[f"control/{name}"] for client in clients) / 4
+        np.testing.assert_allclose(value, mean, rtol=1e-4, atol=1e-6)
+
+
+def test_client_that_never_replied_does_not_count(tmp_path):
+    """It counts in N until it is excluded, and again with its first reply."""
+    server = scaffold(tmp_path, **{"data.partition": "iid"})
+    strategy = server.strategy
+    replies = server.train(server.instruct(1))
+    others, excluded = replies[1:], replies[0][0].name
+    server.aggregate(1, others)
+    control = {n: v.copy() for n, v in strategy.averaged["control"].items()}
+    strategy.forget(excluded)
+    strategy.forget(excluded)
+    strategy.forget(others[0][0].name)  # Its share of c is unknown.
+    for name, value in strategy.averaged["control"].items():
+        mean = sum(reply_of(r).tensors[f"change/{name}"] for _, r in others) / 3
+        np.testing.assert_allclose(control[name], mean * 3 / 4, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(value, mean, rtol=1e-4, atol=1e-7)
+    before = {n: v.copy() for n, v in strategy.averaged["control"].items()}
+    late = server.train(server.instruct(2)[:1])
+    server.aggregate(2, late)
+    for name, value in strategy.averaged["control"].items():
+        change = reply_of(late[0][1]).tensors[f"change/{name}"]
+        np.testing.assert_allclose(value, (3 * before[name] + change) / 4, rtol=1e-4, atol=1e-6)
+
+
 def test_control_variates_survive_a_restart(tmp_path):
     sent = []
     for restarts in (False, True):

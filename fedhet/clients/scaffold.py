@@ -21,7 +21,10 @@ class ScaffoldClient(FedAvgClient):
         """Return the model, with corrected steps."""
         # A client in its first round has no control variate, i.e. c_i = 0.
         zeros = {name: torch.zeros_like(p) for name, p in self.network.named_parameters()}
-        self._control = zeros | group(self.state.tensors, "control")
+        # If the last change is not part of c, continue with the control variate before it.
+        last = self.state.metadata.get("trained", 0)
+        kept = "control" if last == knowledge.scalars["counted"] else "previous"
+        self._control, self._round = zeros | group(self.state.tensors, kept), round
         received = knowledge.group("control").items()
         server = {name: torch.from_numpy(value).to(zeros[name]) for name, value in received}
         lr = self.training.lr * self.recipe.rate_factor(self.training)
@@ -31,6 +34,8 @@ class ScaffoldClient(FedAvgClient):
         """Return the weights and the change of the control variate, and store the new one."""
         assert isinstance(local, ControlledModel)
         control = local.new_control()
-        self.state.tensors = {**self.state.tensors, **grouped("control", control)}
+        kept = grouped("control", control) | grouped("previous", self._control)
+        self.state.tensors = {**self.state.tensors, **kept}
+        self.state.metadata["trained"] = self._round
         change = {name: value - self._control[name] for name, value in control.items()}
         return {**super().reply(local), **grouped("change", to_host_arrays(change))}

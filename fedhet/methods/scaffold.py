@@ -7,7 +7,7 @@ from pydantic import Field
 from fedhet.methods import fedavg
 from fedhet.methods.spec import Protection, Sums, model_shapes
 from fedhet.settings.schema import Positive
-from fedhet.wire.contract import Contract, Sizes, Sum, WeightsField
+from fedhet.wire.contract import Contract, ScalarField, Sizes, Sum, WeightsField
 from fedhet.wire.identity import ClientInfo
 
 
@@ -40,6 +40,9 @@ SPEC = replace(
             *fedavg.SPEC.instructions.fields,
             # Clients evaluate the average without the control variate.
             WeightsField("control", "the server's control variate c", required=False),
+            ScalarField(
+                "counted", int, "round of the client's last reply that is part of c", False, 0
+            ),
         )
     ),
     replies=Contract(
