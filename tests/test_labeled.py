@@ -1,4 +1,4 @@
-"""The labeled and the unlabeled samples of a client."""
+"""The labeled and the unlabeled samples of a client, and wrong labels."""
 
 import numpy as np
 import PIL.Image
@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from rounds import opened
 
 from fedhet.base.arrays import grouped
-from fedhet.base.errors import DataError
+from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.node import read_node
 from fedhet.data.dataset import UNKNOWN, Split
-from fedhet.data.partition import split_labels
+from fedhet.data.partition import split_labels, with_wrong_labels
+from fedhet.data.store import RunData
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -73,6 +74,52 @@ def test_client_may_be_assigned_no_labels_or_all():
 def test_too_few_samples_raise():
     with pytest.raises(DataError, match=r"site-a: .*4 .*3"):
         split_labels(samples(3), 0.5, 2, 0, "site-a")
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.9])
+@pytest.mark.parametrize("space", [(0, 1, 2, 3, 4), (1, 4, 7)])
+def test_wrong_labels_are_uniform_over_the_other_classes(probability, space):
+    count, classes = 30_000, len(space)
+    correct = torch.tensor(space)[torch.arange(count) % classes]
+    train = Split(torch.zeros(count, 1), correct)
+    noisy = with_wrong_labels(train, probability, space, 0, "client-0")
+    assert noisy.x is train.x
+    assert noisy.y.dtype == torch.int64
+    expected = probability / (classes - 1)
+    for true in space:
+        drawn = noisy.y[correct == true]
+        shares = {c: (drawn == c).double().mean().item() for c in drawn.unique().tolist()}
+        assert shares.pop(true) == pytest.approx(1 - probability, abs=0.02)
+        assert shares == {c: pytest.approx(expected, abs=0.02) for c in {*space} - {true}}
+    again = with_wrong_labels(train, probability, space, 0, "client-0")
+    assert torch.equal(again.y, noisy.y)
+    for seed, client in ((1, "client-0"), (0, "client-1")):
+        other = with_wrong_labels(train, probability, space, seed, client)
+        assert not torch.equal(other.y, noisy.y)
+
+
+def test_only_training_labels_of_clients_are_wrong():
+    both = [
+        RunData.for_run(small("fedmd", public_fraction=0.2, **{"data.label-noise": noise}).run)
+        for noise in (0.0, 0.4)
+    ]
+    wrong = []
+    for index in range(both[0].spec.clients):
+        clean, noisy = (data.client(index) for data in both)
+        for part in ("test", "common", "validation"):
+            assert torch.equal(getattr(clean, part).y, getattr(noisy, part).y)
+        assert torch.equal(clean.train.x, noisy.train.x)
+        wrong += (clean.train.y != noisy.train.y).tolist()
+    assert np.mean(wrong) == pytest.approx(0.4, abs=0.05)
+    pooled = both[1].pooled_parts()[0].y
+    clients = [both[1].client(index).train.y for index in range(both[1].spec.clients)]
+    assert torch.equal(pooled, torch.cat(clients))
+    assert torch.equal(*(data.dataset.train.y for data in both))
+
+
+def test_wrong_labels_need_classes():
+    with pytest.raises(SettingsError, match=r"data\.label-noise.*regression.*expected 0, got 0.1"):
+        small("local", **{"data.task": "regression", "data.label-noise": 0.1})
 
 
 def test_baseline_trains_on_the_same_labeled_part(tmp_path):

@@ -406,6 +406,9 @@ def _check_secure_aggregation(config: Config) -> None:
 def _check_training_and_pool(config: Config) -> None:
     run, name, spec = config.run, config.method.name, config.method.spec
     semi, pool, task = run.training.semi, run.models.pool, task_for(run.data)
+    if not task.has_distribution and run.data.label_noise:
+        noise, problem = run.data.label_noise, f"the task is {task.name}"
+        raise invalid_setting("data.label-noise", noise, "0", problem)
     if not task.has_distribution and semi != "none":
         raise invalid_setting("training.semi", semi, "none", f"the task is {task.name}")
     if not task.any_model and not models.WITHOUT_GRADIENTS.keys().isdisjoint(pool):

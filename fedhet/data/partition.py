@@ -507,6 +507,23 @@ def split_labels(
     return train.take(np.sort(order[:count])), train.take(np.sort(order[count:]))
 
 
+def with_wrong_labels(
+    train: Split, probability: float, space: Sequence[int], seed: int, client: str
+) -> Split:
+    """Replace each label by another class with the given probability.
+
+    All other classes of the client's label space (ascending) are equally probable, which is the
+    symmetric noise of RHFL's experiments.
+    """
+    if probability == 0 or len(space) < 2:
+        return train
+    rng, classes = numpy_rng(seed, "label-noise", client), np.asarray(space)
+    is_wrong = rng.random(len(train)) < probability
+    correct = np.searchsorted(classes, train.y.numpy())
+    shifted = (correct + rng.integers(1, len(classes), len(train))) % len(classes)
+    return replace(train, y=torch.from_numpy(classes[np.where(is_wrong, shifted, correct)]))
+
+
 def concatenate_splits(parts: Sequence[Split]) -> Split:
     """Concatenate the samples of several splits."""
     return Split(concatenate(*(part.x for part in parts)), torch.cat([part.y for part in parts]))

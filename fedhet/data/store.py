@@ -37,6 +37,7 @@ from fedhet.data.partition import (
     partition,
     split_labels,
     split_rows,
+    with_wrong_labels,
 )
 from fedhet.data.public import (
     DERIVED,
@@ -213,6 +214,7 @@ class RunData:
         """Return the data of client `index`. Raises DataError if it has no test samples."""
         dataset, space = self.dataset, self.label_space(index)
         train, test, validation = self._splits(index)
+        train = self._with_noise(index, train)
         name, common = client_name(index, self.spec.clients), dataset.test
         if common is not None and len(space) < len(dataset.format.classes):
             rows = torch.isin(common.y, torch.tensor(space)).nonzero().flatten()
@@ -226,6 +228,7 @@ class RunData:
         spec, pairs = self.spec, []
         for index in spec.training_clients:
             train = self.dataset.train.take(self.split_rows(index)[0])
+            train = self._with_noise(index, train)
             name = client_name(index, spec.clients)
             pairs.append(split_labels(train, spec.labeled_alpha, spec.min_labeled, spec.seed, name))
         labeled, unlabeled = map(concatenate_splits, zip(*pairs, strict=True))
@@ -374,6 +377,12 @@ class RunData:
             Split(x[begin:end], train.y[torch.from_numpy(part)])
             for begin, end, part in zip(ends, ends[1:], parts, strict=False)
         ]
+
+    def _with_noise(self, index: int, train: Split) -> Split:
+        """Return a client's training samples with the wrong labels of `data.label-noise`."""
+        spec, name = self.spec, client_name(index, self.spec.clients)
+        space = self.label_space(index)
+        return with_wrong_labels(train, spec.label_noise, space, spec.seed, name)
 
     def once(self, part: str, make: Callable[[], T]) -> T:
         """Return a cached part of the data, created by `make` on the first access. Thread-safe."""

@@ -211,6 +211,11 @@ class DataSettings(Schema):
         description="concentration of the Dirichlet distribution that splits each client's samples "
         "into labeled and unlabeled; 0 = all labeled, or 0.5 if the method needs unlabeled data",
     )
+    label_noise: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="classification, in simulations: probability that a client's training label is "
+        "replaced by another class at random; 0 = no wrong labels",
+    )
     held_out_clients: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="fraction of clients held out from training; after the last round, they "
