@@ -7,9 +7,9 @@ The clients, their data, their models, and the number of epochs are equal for th
 row; the related method has its own models if it does not support these. Methods that permit
 different models have small networks, because the default models include two ResNets, with which
 the table takes days. The score is the method's headline score. Finished runs are kept, so that the
-same command continues. --write stores their scores in benchmarks/measured/defaults.json. A stored
-score is used again until one of the settings that affect it changes, so run this again when a
-default changes.
+same command continues. --write stores their scores in benchmarks/measured/defaults.json, and the
+rows of docs/defaults.md, which `python -m tools.results` writes. A stored score is used again
+until one of the settings that affect it changes, so run this again when a default changes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -52,7 +54,7 @@ RELATED = {
     "fedgems": "fedmd",
     "fedgen": "fedavg",
     "fedgh": "fedproto",
-    "fedgkt": "fedgems",
+    "fedgkt": "fd",
     "fedhe": "fd",
     "fedkd": "fml",
     "fedl2g": "fedproto",
@@ -82,6 +84,13 @@ RELATED = {
 """The method that each method is compared with. Methods for adapters, and those that need all data
 in one place, are not in the table."""
 POOL = "cnn2,cnn4,mlp"
+TITLES = {
+    "digits-10": "Digits, ten clients",
+    "digits-20": "Digits, 20 clients",
+    "table-10": "A table: breast cancer, ten clients",
+    "fashion-10": "3,000 images of Fashion-MNIST, ten clients",
+}
+"""Titles of the sections of docs/defaults.md."""
 DATA: dict[str, dict[str, str | int]] = {
     "digits-10": {"data.dataset": "digits", "clients": 10, "models.pool": POOL},
     "digits-20": {"data.dataset": "digits", "clients": 20, "models.pool": POOL},
@@ -95,6 +104,7 @@ DATA: dict[str, dict[str, str | int]] = {
     },
 }
 """Settings of the data and models, by name. Ten clients are the default."""
+COLUMNS = ("method", "score", "accuracy", "- local", "related", "- related")
 BASELINE = "local"
 ESSENTIAL = {"data", "models", "training", "rounds", "clients", "method"}
 """Settings that affect a result. The method's settings are added to them."""
@@ -114,8 +124,30 @@ class Result:
 @cache
 def stored() -> dict[str, Result]:
     """Return the results in benchmarks/measured/defaults.json, by key."""
-    content = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
-    return {key: Result(**result) for key, result in content.items()}
+    return {key: Result(**result) for key, result in read_records()["scores"].items()}
+
+
+def read_records() -> dict[str, Any]:
+    """Return the scores by key, and the rows by data and method."""
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {"scores": {}, "rows": {}}
+
+
+def shown(rows: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    """Return a section with a Markdown table for each data, given its rows by method."""
+    sections = []
+    for place, title in TITLES.items():
+        if not (methods := rows.get(place)):
+            continue
+        header = " | ".join(column.replace("-", "\N{MINUS SIGN}") for column in COLUMNS)
+        lines = [f"| {header} |", "| --- | --- | ---: | ---: | --- | ---: |"]
+        for name, row in sorted(methods.items()):
+            texts = [f"[{name}](methods/{name}.md)", *(row[column] for column in COLUMNS[1:])]
+            lines.append(f"| {' | '.join(texts)} |")
+        made = sorted({row["made"] for row in methods.values()})
+        command = f"`python -m benchmarks.defaults --data {place}`"
+        about = f"({command}, {' to '.join((made[0], made[-1])[: len(made)])}.)"
+        sections.append("\n".join([f"## {title}\n", f"{about}\n", *lines, ""]))
+    return "\n".join(sections)
 
 
 def key_of(run: PlannedRun) -> str:
@@ -181,12 +213,21 @@ def main() -> None:
         wanted = Wanted("tiny", seeds, given.out, {}, jobs=given.jobs)
         for name, fault in make_runs("defaults", missing, wanted).items():
             print(f"{name}: {fault}")
+    made = table(rows)
     if given.write:
         finished = {key_of(run): result_of(run) for run in runs if run.finished}
         known = {key: asdict(result) for key, result in (stored() | finished).items() if result}
-        lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
-        write_text(RECORDS, "{\n" + ",\n".join(lines) + "\n}\n")
-    print(markdown(table(rows)))
+        records = read_records() | {"scores": known}
+        for number, place in enumerate(made.columns["data"]):
+            row = {title: made.columns[title][number].text for title in COLUMNS}
+            before = records["rows"].setdefault(place.text, {}).get(row["method"], {})
+            date = {"made": datetime.now(UTC).strftime("%Y-%m-%d")}
+            if before != row | {"made": before.get("made")}:
+                records["rows"][place.text][row["method"]] = row | date
+        write_text(
+            RECORDS, json.dumps(records, indent=0, sort_keys=True, ensure_ascii=False) + "\n"
+        )
+    print(markdown(made))
 
 
 def planned(
@@ -231,10 +272,7 @@ def supported(values: Values) -> Values:
 
 def table(rows: Sequence[Row]) -> Cells:
     """Return the table of the finished rows, in percent and percentage points."""
-    columns: dict[str, list[Cell]] = {
-        title: []
-        for title in ("data", "method", "score", "accuracy", "- local", "related", "- related")
-    }
+    columns: dict[str, list[Cell]] = {title: [] for title in ("data", *COLUMNS)}
     for row in rows:
         ours, local, related = (results(runs) for runs in (row.ours, row.local, row.related))
         if not ours or not local:

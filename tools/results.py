@@ -2,7 +2,7 @@
 
 `python -m tools.results`, run in the project's root directory, writes the generated parts of
 docs/results.md, docs/methods.md and docs/tables/*.md from the files in fedhet/experiments/measured,
-and of docs/conformance.md from benchmarks/measured.
+and of docs/conformance.md and docs/defaults.md from benchmarks/measured.
 It also writes list.json, the list of tables that `fedhet table` prints.
 """
 
@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import conformance
+from benchmarks import conformance, defaults
 from fedhet.experiments.claims import MEASURED, claims_in, counted, read_finished
 from fedhet.experiments.field import (
     DIFFERENCES,
@@ -69,6 +69,7 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
             for paper in dict.fromkeys(paper_of(result.table) for result in results)
         },
         "conformance.md": conformance.shown(conformance.read_records()),
+        "defaults.md": defaults.shown(defaults.read_records()["rows"]),
     }
     paths = {root / "docs" / name: part for name, part in parts.items()}
     texts = {path: with_part(path, part) for path, part in paths.items() if path.exists()}
