@@ -186,12 +186,16 @@ class FieldResults:
 
     def by_seed(self, method: str, cell: Place, measure: str) -> pd.Series:
         """Return a measurement of a method in a cell, by seed."""
-        runs = self.runs
-        if runs.empty:
-            return pd.Series(dtype=float)
-        place = (runs["architectures"] == cell[0]) & (runs["split"] == cell[1])
-        rows = runs[place & (runs["method"] == method)]
-        return rows.set_index("seed")[measure].astype(float)
+        rows = self._groups.get((method, *cell))
+        return pd.Series(dtype=float) if rows is None else rows[measure].astype(float)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, ...], pd.DataFrame]:
+        """Measurements of the runs by seed, by method, architectures, and split."""
+        if self.runs.empty:
+            return {}
+        by_run = self.runs.set_index("seed").groupby(["method", "architectures", "split"])
+        return {key: rows for key, rows in by_run if isinstance(key, tuple)}
 
     @property
     def ranked_methods(self) -> list[str]:
