@@ -54,6 +54,8 @@ from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,
          "training.batch-size": 4096}  # fmt: skip
 """A run whose epsilon is computed at once: its batches have all samples."""
+PLANNED = {"privacy.epsilon": 8.0}
+"""A run whose noise is calibrated, which takes seconds for each number of samples."""
 SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.unsupported)
 MEASURED = {
     "epsilon": "follows from the settings and the number of rows",
@@ -106,7 +108,7 @@ def weights_for(client):
 
 
 def private(method, **changes):
-    """Return a small private federation."""
+    """Return a small private federation, by default `CHEAP`."""
     spec = find_method(method).spec
     one = spec.one_model or spec.submodels or method == "fedlora"
     pool = ["cnn2-gn"] if one else ["mlp", "cnn2-gn"]
@@ -121,7 +123,7 @@ def private(method, **changes):
     changes = {"models": pool, **large, **own, **changes}
     named = {**SMALL, **settings(method, **changes)}
     if not any(name.startswith("privacy.") for name in named):
-        named["privacy.epsilon"] = 8.0
+        named |= CHEAP
     return resolve(named)
 
 
@@ -348,7 +350,7 @@ def test_one_sample_changes_a_class_sum_by_at_most_the_clipping_norm(
 
 
 def test_run_consumes_the_planned_budget(tmp_path):
-    config = private("felo", clients=2, rounds=3, fraction=1.0)
+    config = private("felo", clients=2, rounds=3, fraction=1.0, **PLANNED)
     notices = Notices()
     summary = run(config, tmp_path, [notices], report=True)
     assert notices.texts[0] == "3 rounds consume at most ε = 8 at δ = 1e-05 per client"
@@ -377,7 +379,7 @@ def test_comparison_shows_epsilon(tmp_path):
 
 @pytest.mark.parametrize("method", ["fedavg", "cofed", "fedmd", "cronus", "fedtype", "fml"])
 def test_planned_noise_lasts_for_all_rounds(method, tmp_path):
-    summary = run(private(method, clients=2), tmp_path)
+    summary = run(private(method, clients=2, **PLANNED), tmp_path)
     assert set(summary["privacy"]) == {"client-0", "client-1"}
     assert all(each_["epsilon"] <= 8.0 for each_ in summary["privacy"].values())
     assert all(not r["failed"] for r in records(tmp_path))
@@ -400,7 +402,7 @@ def test_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
 
 
 def test_budget_is_recorded_before_each_pass_and_release(tmp_path, monkeypatch):
-    client, seen = opened(private("felo"), tmp_path), []
+    client, seen = opened(private("felo", **PLANNED), tmp_path), []
 
     def step(self, *args):
         seen.append(len(entries(tmp_path)))
@@ -419,7 +421,7 @@ def test_budget_is_recorded_before_each_pass_and_release(tmp_path, monkeypatch):
 
 def test_both_phases_of_fedrep_consume_the_planned_budget(tmp_path):
     own = {"fedrep.head-epochs": 3, "training.local-epochs": 2, "rounds": 1}
-    client = opened(private("fedrep", **own), tmp_path)
+    client = opened(private("fedrep", **own, **PLANNED), tmp_path)
     weights = weights_for(client).tensors.items()
     replied(client, 1, Knowledge({n: v for n, v in weights if n.startswith("weights/extractor.")}))
     releases = [each.release for each in entries(tmp_path)]
@@ -430,7 +432,7 @@ def test_both_phases_of_fedrep_consume_the_planned_budget(tmp_path):
 
 def test_both_models_of_ditto_consume_the_planned_budget(tmp_path):
     own = {"ditto.personal-epochs": 3, "training.local-epochs": 2, "rounds": 1}
-    client = opened(private("ditto", **own), tmp_path)
+    client = opened(private("ditto", **own, **PLANNED), tmp_path)
     replied(client, 1, weights_for(client))
     releases = [each.release for each in entries(tmp_path)]
     steps = -(-len(client.y) // 32)
@@ -439,7 +441,7 @@ def test_both_models_of_ditto_consume_the_planned_budget(tmp_path):
 
 
 def test_exhausted_run_releases_nothing(tmp_path):
-    config = private("felo", clients=2, rounds=1)
+    config = private("felo", clients=2, rounds=1, **PLANNED)
     client = opened(config, tmp_path)
     replied(client, 1, Knowledge())
     before = len(entries(tmp_path))
@@ -449,7 +451,7 @@ def test_exhausted_run_releases_nothing(tmp_path):
     assert said["spent"] is True
     assert "exhausted: the limit of the run's 'privacy.epsilon' is epsilon = 8" in said["error"]
     assert len(entries(tmp_path)) == before
-    server = Server(private("felo", clients=2, rounds=1), tmp_path / "other")
+    server = Server(private("felo", clients=2, rounds=1, **PLANNED), tmp_path / "other")
     server.play(1)
     server.close(1)
     for number in (2, 3, 4, 5):
@@ -498,7 +500,7 @@ def test_exhausted_budget_of_a_site_raises(method, tmp_path):
 
 def test_remaining_budget_covers_class_sums(tmp_path):
     """Most of the budget is consumed; class sums get a fraction of the remainder."""
-    settings, plan = private("felo").run.privacy, Plan(100, (Passes(1, 20, 1),), 1, 2)
+    settings, plan = private("felo", **PLANNED).run.privacy, Plan(100, (Passes(1, 20, 1),), 1, 2)
     spent = (Release(2.0, 1.0, 5),)
     budget = epsilon_of(spent, settings.delta) + 0.3
     noise = calibrate_noise(settings, plan, budget, spent)
@@ -1015,6 +1017,6 @@ def test_unsupported_model_raises_before_a_run(name, kind, shape, tmp_path, monk
 
 
 def test_run_prints_its_epsilon_before_it_starts():
-    assert private("felo", rounds=20).run.privacy.describe_budget(20) == (
+    assert private("felo", rounds=20, **PLANNED).run.privacy.describe_budget(20) == (
         "20 rounds consume at most ε = 8 at δ = 1e-05 per client"
     )
