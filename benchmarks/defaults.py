@@ -88,7 +88,7 @@ TITLES = {
     "digits-10": "Digits, ten clients",
     "digits-20": "Digits, 20 clients",
     "table-10": "A table: breast cancer, ten clients",
-    "fashion-10": "3,000 images of Fashion-MNIST, ten clients",
+    "fashion-10": "1,500 images of Fashion-MNIST, ten clients",
 }
 """Titles of the sections of docs/defaults.md."""
 DATA: dict[str, dict[str, str | int]] = {
@@ -97,10 +97,10 @@ DATA: dict[str, dict[str, str | int]] = {
     "table-10": {"data.dataset": "breast-cancer", "clients": 10},
     "fashion-10": {
         "data.dataset": "fashion-mnist",
-        "data.max-samples": 3000,
-        "data.max-test-samples": 1000,
+        "data.max-samples": 1500,
+        "data.max-test-samples": 500,
         "clients": 10,
-        "models.pool": POOL,
+        "models.pool": "cnn2,mlp",
     },
 }
 """Settings of the data and models, by name. Ten clients are the default."""
