@@ -128,22 +128,22 @@ def stored() -> dict[str, Result]:
 
 
 def read_records() -> dict[str, Any]:
-    """Return the scores by key, and the rows by data and method."""
-    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {"scores": {}, "rows": {}}
+    """Return the stored scores by key, and the rows of docs/defaults.md."""
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {"scores": {}, "rows": []}
 
 
-def shown(rows: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """Return a section with a Markdown table for each data, given its rows by method."""
+def shown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a section with a Markdown table for each data."""
     sections = []
     for place, title in TITLES.items():
-        if not (methods := rows.get(place)):
+        if not (own := [row for row in rows if row["data"] == place]):
             continue
         header = " | ".join(column.replace("-", "\N{MINUS SIGN}") for column in COLUMNS)
         lines = [f"| {header} |", "| --- | --- | ---: | ---: | --- | ---: |"]
-        for name, row in sorted(methods.items()):
-            texts = [f"[{name}](methods/{name}.md)", *(row[column] for column in COLUMNS[1:])]
-            lines.append(f"| {' | '.join(texts)} |")
-        made = sorted({row["made"] for row in methods.values()})
+        for row in own:
+            link = f"[{row['method']}](methods/{row['method']}.md)"
+            lines.append(f"| {' | '.join([link, *(row[column] for column in COLUMNS[1:])])} |")
+        made = sorted({row["made"] for row in own})
         command = f"`python -m benchmarks.defaults --data {place}`"
         about = f"({command}, {' to '.join((made[0], made[-1])[: len(made)])}.)"
         sections.append("\n".join([f"## {title}\n", f"{about}\n", *lines, ""]))
@@ -217,16 +217,16 @@ def main() -> None:
     if given.write:
         finished = {key_of(run): result_of(run) for run in runs if run.finished}
         known = {key: asdict(result) for key, result in (stored() | finished).items() if result}
-        records = read_records() | {"scores": known}
-        for number, place in enumerate(made.columns["data"]):
-            row = {title: made.columns[title][number].text for title in COLUMNS}
-            before = records["rows"].setdefault(place.text, {}).get(row["method"], {})
-            date = {"made": datetime.now(UTC).strftime("%Y-%m-%d")}
-            if before != row | {"made": before.get("made")}:
-                records["rows"][place.text][row["method"]] = row | date
-        write_text(
-            RECORDS, json.dumps(records, indent=0, sort_keys=True, ensure_ascii=False) + "\n"
-        )
+        kept = {(row["data"], row["method"]): row for row in read_records()["rows"]}
+        date = datetime.now(UTC).strftime("%Y-%m-%d")
+        for number in range(len(made.rows)):
+            row = {title: cells[number].text for title, cells in made.columns.items()}
+            before = kept.get(key := (row["data"], row["method"]), {})
+            kept[key] = row | {"made": before["made"] if before.items() >= row.items() else date}
+        lines = [json.dumps(kept[key], ensure_ascii=False) for key in sorted(kept)]
+        scored = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
+        parts = ",\n".join(lines), ",\n".join(scored)
+        write_text(RECORDS, '{{"rows": [\n{}\n],\n"scores": {{\n{}\n}}}}\n'.format(*parts))
     print(markdown(made))
 
 
