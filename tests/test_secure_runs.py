@@ -122,12 +122,16 @@ def test_all_sites_have_the_same_weight_in_class_means_by_default(tmp_path, meth
 # A malicious server (Pasquini et al., CCS 2022)
 
 
-def changed(ins: FitIns, change, **signed: object) -> FitIns:
-    """Return a request whose instruction `change` has modified; `signed` is its envelope."""
+def changed(ins: FitIns, change, scalars=None, **signed: object) -> FitIns:
+    """Return a request whose instruction `change` has modified; `signed` is its envelope.
+
+    `scalars` replaces the scalars that the instruction has.
+    """
     envelope, knowledge = decode(parameters_to_ndarrays(ins.parameters), "test")
     tensors = {name: value.copy() for name, value in knowledge.tensors.items()}
     change(tensors)
-    message = encode(replace(envelope, **signed), Knowledge(tensors, knowledge.scalars))
+    own = {name: (scalars or {}).get(name, value) for name, value in knowledge.scalars.items()}
+    message = encode(replace(envelope, **signed), Knowledge(tensors, own))
     return FitIns(ndarrays_to_parameters(message), ins.config)
 
 
@@ -218,7 +222,8 @@ def test_sum_resists_a_malicious_server_only_if_replies_depend_on_no_earlier_rou
                         value += np.float32(0.1)
 
             server.train([(proxy, changed(ins, shift))])
-        later = changed(ins, lambda tensors: None, round=2)
+        # SCAFFOLD's server says whether the reply of round 1 counts.
+        later = changed(ins, lambda tensors: None, {"counted": 1}, round=2)
         ((_, result),) = server.train([(proxy, later)])
         sent.append(reply_of(result).tensors)
     fresh, spoiled = sent
