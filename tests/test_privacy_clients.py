@@ -235,7 +235,7 @@ def test_only_a_simulated_clock_receives_the_number_of_rows(tmp_path):
 
 @pytest.mark.parametrize("method", SUPPORTED)
 def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
-    server = Server(private(method, **CHEAP), tmp_path)
+    server = Server(private(method), tmp_path)
     contract = find_method(method).spec.replies
     assert find_method(method).spec.privacy.mechanism
     for proxy, result in server.play(1)[1]:

@@ -23,7 +23,7 @@ class ScaffoldClient(FedAvgClient):
         zeros = {name: torch.zeros_like(p) for name, p in self.network.named_parameters()}
         # If the last change is not part of c, continue with the control variate before it.
         last = self.state.metadata.get("trained", 0)
-        kept = "control" if last == knowledge.scalars["counted"] else "previous"
+        kept = "control" if last == knowledge.scalars.get("counted", 0) else "previous"
         self._control, self._round = zeros | group(self.state.tensors, kept), round
         received = knowledge.group("control").items()
         server = {name: torch.from_numpy(value).to(zeros[name]) for name, value in received}

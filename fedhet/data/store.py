@@ -214,7 +214,6 @@ class RunData:
         """Return the data of client `index`. Raises DataError if it has no test samples."""
         dataset, space = self.dataset, self.label_space(index)
         train, test, validation = self._splits(index)
-        train = self._with_noise(index, train)
         name, common = client_name(index, self.spec.clients), dataset.test
         if common is not None and len(space) < len(dataset.format.classes):
             rows = torch.isin(common.y, torch.tensor(space)).nonzero().flatten()
@@ -227,8 +226,7 @@ class RunData:
         """Concatenate the labeled and the unlabeled training samples of all training clients."""
         spec, pairs = self.spec, []
         for index in spec.training_clients:
-            train = self.dataset.train.take(self.split_rows(index)[0])
-            train = self._with_noise(index, train)
+            train = self._splits(index)[0]
             name = client_name(index, spec.clients)
             pairs.append(split_labels(train, spec.labeled_alpha, spec.min_labeled, spec.seed, name))
         labeled, unlabeled = map(concatenate_splits, zip(*pairs, strict=True))
@@ -364,25 +362,24 @@ class RunData:
     def _splits(self, index: int) -> list[Split]:
         """Return a client's training, test, and validation samples.
 
-        The samples are copies, or views of the shared file.
+        The samples are copies, or views of the shared file. Training labels include those that
+        `data.label-noise` makes wrong.
         """
-        parts, train = self.split_rows(index), self.dataset.train
+        parts, train, spec = self.split_rows(index), self.dataset.train, self.spec
         if self._copy is None:
-            return [train.take(part) for part in parts]
-        x = self.once("samples", self._copy.samples)
-        counts = map(len, self.partition())
-        start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
-        ends = list(accumulate(map(len, parts), initial=start))
-        return [
-            Split(x[begin:end], train.y[torch.from_numpy(part)])
-            for begin, end, part in zip(ends, ends[1:], parts, strict=False)
-        ]
-
-    def _with_noise(self, index: int, train: Split) -> Split:
-        """Return a client's training samples with the wrong labels of `data.label-noise`."""
-        spec, name = self.spec, client_name(index, self.spec.clients)
-        space = self.label_space(index)
-        return with_wrong_labels(train, spec.label_noise, space, spec.seed, name)
+            splits = [train.take(part) for part in parts]
+        else:
+            x = self.once("samples", self._copy.samples)
+            counts = map(len, self.partition())
+            start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
+            ends = list(accumulate(map(len, parts), initial=start))
+            splits = [
+                Split(x[begin:end], train.y[torch.from_numpy(part)])
+                for begin, end, part in zip(ends, ends[1:], parts, strict=False)
+            ]
+        name, space = client_name(index, spec.clients), self.label_space(index)
+        noisy = with_wrong_labels(splits[0], spec.label_noise, space, spec.seed, name)
+        return [noisy, *splits[1:]]
 
     def once(self, part: str, make: Callable[[], T]) -> T:
         """Return a cached part of the data, created by `make` on the first access. Thread-safe."""

@@ -190,12 +190,12 @@ class FieldResults:
         return pd.Series(dtype=float) if rows is None else rows[measure].astype(float)
 
     @cached_property
-    def _groups(self) -> dict[tuple[str, ...], pd.DataFrame]:
+    def _groups(self) -> dict[Any, pd.DataFrame]:
         """Measurements of the runs by seed, by method, architectures, and split."""
         if self.runs.empty:
             return {}
         by_run = self.runs.set_index("seed").groupby(["method", "architectures", "split"])
-        return {key: rows for key, rows in by_run if isinstance(key, tuple)}
+        return dict(iter(by_run))
 
     @property
     def ranked_methods(self) -> list[str]:
