@@ -144,8 +144,10 @@ def shown(rows: Sequence[Mapping[str, str]]) -> str:
             link = f"[{row['method']}](methods/{row['method']}.md)"
             lines.append(f"| {' | '.join([link, *(row[column] for column in COLUMNS[1:])])} |")
         made = sorted({row["made"] for row in own})
-        command = f"`python -m benchmarks.defaults --data {place}`"
-        about = f"({command}, {' to '.join((made[0], made[-1])[: len(made)])}.)"
+        command = f"`python -m benchmarks.defaults --data {place}"
+        if DATA[place]["data.dataset"] == "fashion-mnist":
+            command += f" --methods {','.join(row['method'] for row in own)} --data-dir DIR"
+        about = f"({command}`, {' to '.join((made[0], made[-1])[: len(made)])}.)"
         sections.append("\n".join([f"## {title}\n", f"{about}\n", *lines, ""]))
     return "\n".join(sections)
 
