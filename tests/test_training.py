@@ -498,6 +498,13 @@ def test_memory_format_is_set():
     last.place(nn.Linear(2, 3))
 
 
+def test_large_weights_keep_their_memory_format_on_cpus_alone():
+    for device, has_changed in (("cpu", False), ("meta", True)):
+        large = nn.Conv2d(128, 65, 2, device=device)
+        Compute(torch.device(device), channels_last=True).place(large)
+        assert large.weight.is_contiguous(memory_format=torch.channels_last) == has_changed
+
+
 # --- seeds ----------------------------------------------------------------------------------
 
 paths = st.lists(st.one_of(st.integers(-(10**20), 10**20), st.text(max_size=8)), max_size=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import platform
 import shutil
@@ -27,6 +28,10 @@ CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """Maximum size of a layer's output for one batch, in bytes. On CPUs, larger batches are slower with
 some models, because tensors no longer fit into the cache and glibc returns their pages to the
 system."""
+CPU_CHANNELS_LAST = 2**15
+"""Maximum number of weights of a convolution in the channels-last format on CPUs. Gradients of
+larger weights are computed more slowly in this format if feature maps are small, as in a ResNet's
+last layers."""
 MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
 """Minimum and maximum of the evaluation batch size, in samples."""
 
@@ -54,12 +59,16 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
     def place(self, module: Module) -> Module:
-        """Move `module` to the device in place, set its memory format, and return it."""
+        """Move `module` to the device in place, set its memory format, and return it.
+
+        On CPUs, convolutions with more than `CPU_CHANNELS_LAST` weights keep their format.
+        """
         move(module, self.device)
+        largest = CPU_CHANNELS_LAST if self.device.type == "cpu" else math.inf
         if self.channels_last:
             # `Module.to` would also convert the weights of 3D convolutions, and fail.
             for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.ndim == 4:
+                if tensor.ndim == 4 and tensor.numel() <= largest:
                     tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         return module
 
