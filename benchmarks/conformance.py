@@ -19,7 +19,6 @@ import argparse
 import functools
 import importlib
 import json
-import math
 import os
 import runpy
 import subprocess
@@ -462,18 +461,19 @@ def compare(case: Case, root: Path, out: Path) -> dict[str, Any]:
 
 
 def compare_seconds(case: Case, root: Path, out: Path) -> dict[str, Any]:
-    """Return the shortest durations of a round here and in the library, in seconds."""
+    """Return the median durations of a round here and in the library, in seconds, by repeat."""
     folder = out / case.method
-    ours, theirs = [], []
+    medians = []
     for repeat in range(REPEATS):  # Alternately, because the machine's speed changes.
         here, there = f"timed here {repeat}", f"timed library {repeat}"
         execute(case, folder, here, folder)
         execute(case, folder, there, root / "system")
         lines = (folder / here / "run" / "metrics.jsonl").read_text().splitlines()
         spent = [json.loads(line)["seconds"] for line in lines]
-        ours += [seconds["total"] - seconds["evaluate"] for seconds in spent][1:]
-        theirs += json.loads((folder / there / "seconds.json").read_text())[1:]
-    return {"seconds": [round(min(ours), 3), round(min(theirs), 3)]}
+        ours = [seconds["total"] - seconds["evaluate"] for seconds in spent]
+        theirs = json.loads((folder / there / "seconds.json").read_text())
+        medians.append([round(float(np.median(each[1:])), 3) for each in (ours, theirs)])
+    return {"seconds": medians}
 
 
 def execute(case: Case, folder: Path, run: str, directory: Path) -> None:
@@ -500,7 +500,7 @@ def read_records() -> dict[str, dict[str, Any]]:
 def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the results as a table in Markdown, and the changes as a list."""
     columns = ["method", "library", *RUNS]
-    is_timed = any("seconds" in record for record in records.values())
+    is_timed = all("seconds" in record for record in records.values())
     columns += ["seconds, relative to the library"] if is_timed else []
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
     changes = []
@@ -509,8 +509,8 @@ def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
             link = f"[`{case.method}`](methods/{case.method}.md)"
             numbers = [f"{record[run]:.0e}" if run in record else ABSENT for run in RUNS]
             if is_timed:
-                ours, theirs = record.get("seconds", (math.nan, 1.0))
-                numbers.append(f"{ours / theirs:.2f}")
+                ratios = [ours / theirs for ours, theirs in record["seconds"]]
+                numbers.append(f"{np.mean(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})")
             lines.append(f"| {link} | {case.library} {record['commit']} | {' | '.join(numbers)} |")
             reasons = [*(change.reason for change in case.changes), case.remark]
             if text := " ".join(filter(None, reasons)):
