@@ -461,7 +461,10 @@ def compare(case: Case, root: Path, out: Path) -> dict[str, Any]:
 
 
 def compare_seconds(case: Case, root: Path, out: Path) -> dict[str, Any]:
-    """Return the median durations of a round here and in the library, in seconds, by repeat."""
+    """Return the median durations of a round here, of its training, and of a round in the library.
+
+    There is one row for each repeat. Durations are in seconds.
+    """
     folder = out / case.method
     medians = []
     for repeat in range(REPEATS):  # Alternately, because the machine's speed changes.
@@ -471,8 +474,10 @@ def compare_seconds(case: Case, root: Path, out: Path) -> dict[str, Any]:
         lines = (folder / here / "run" / "metrics.jsonl").read_text().splitlines()
         spent = [json.loads(line)["seconds"] for line in lines]
         ours = [seconds["total"] - seconds["evaluate"] for seconds in spent]
+        training = [seconds["train"] for seconds in spent]
         theirs = json.loads((folder / there / "seconds.json").read_text())
-        medians.append([round(float(np.median(each[1:])), 3) for each in (ours, theirs)])
+        parts = (ours, training, theirs)
+        medians.append([round(float(np.median(part[1:])), 3) for part in parts])
     return {"seconds": medians}
 
 
@@ -501,7 +506,7 @@ def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the results as a table in Markdown, and the changes as a list."""
     columns = ["method", "library", *RUNS]
     is_timed = all("seconds" in record for record in records.values())
-    columns += ["seconds, relative to the library"] if is_timed else []
+    columns += ["duration of a round", "of its training"] if is_timed else []
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
     changes = []
     for case in CASES:
@@ -509,8 +514,11 @@ def shown(records: Mapping[str, Mapping[str, Any]]) -> str:
             link = f"[`{case.method}`](methods/{case.method}.md)"
             numbers = [f"{record[run]:.0e}" if run in record else ABSENT for run in RUNS]
             if is_timed:
-                ratios = [ours / theirs for ours, theirs in record["seconds"]]
-                numbers.append(f"{np.mean(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})")
+                seconds = np.array(record["seconds"])
+                numbers += [
+                    f"{ratios.mean():.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
+                    for ratios in (seconds[:, :2] / seconds[:, 2:]).T
+                ]
             lines.append(f"| {link} | {case.library} {record['commit']} | {' | '.join(numbers)} |")
             reasons = [*(change.reason for change in case.changes), case.remark]
             if text := " ".join(filter(None, reasons)):
